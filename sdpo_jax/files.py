@@ -201,7 +201,7 @@ def sync_ancestors(path: epath.PathLike) -> None:
       sync_directory(place)
 
 
-_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are being written.
+PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are being written.
 
 
 def write_atomically(path: epath.PathLike, text: str | bytes, mode: int = 0o666) -> None:
@@ -245,7 +245,7 @@ def remove_partials(folder: epath.PathLike, age: float = 0.0) -> None:
   if not is_local(folder) or not os.path.isdir(folder):
     return
   for name in os.listdir(folder):
-    if _PARTIAL.fullmatch(name):
+    if PARTIAL.fullmatch(name):
       path = os.path.join(folder, name)
       with contextlib.suppress(FileNotFoundError):
         if not age or os.lstat(path).st_mtime < time.time() - age:

@@ -62,9 +62,19 @@ class StoreConfig:
     'local; otherwise it must be set.',
   )
   keep_versions: int = setting(
-    0,
-    'Number of versions of an adapter to keep, besides its first and its newest; 0: all of them.',
+    16,
+    'Number of versions of an adapter to keep, besides its first, its newest and pinned ones; 0: all of them.',
     Range(at_least=0, unit='versions'),
+  )
+  idle_s: float = setting(
+    14 * 86400.0,
+    'Time after which an adapter that has not changed keeps only these three, and loses the moments of its optimizer.',
+    SECONDS,
+  )
+  moments: Literal['float32', 'bfloat16', 'none'] = setting(
+    'float32',
+    "How the moments of an adapter's newest version and pinned ones are stored; 'none': learning begins with zeros "
+    'whenever the engine has dropped them.',
   )
   sample_ttl_s: float = setting(
     7 * 86400.0, 'Time in which feedback on a completion can be given by its sample_id.', SECONDS

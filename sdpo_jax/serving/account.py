@@ -96,17 +96,18 @@ class Account:
       Forbidden: the owner has as many adapters as the limit allows.
     """
     self._check_served(base_model, rank, alpha)
-    factors = self.service.worker.fresh(secrets.randbits(32) if seed is None else seed % 2**32)
-    return self._create(name, settings, factors, 'create', {}, request)
+    seed = secrets.randbits(32) if seed is None else seed % 2**32
+    return self._create(name, settings, None, 'create', {}, request, seed)
 
   def _create(
     self,
     name: str,
     settings: Mapping[str, Any] | None,
-    arrays: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray] | None,
     reason: str,
     details: Mapping[str, Any],
     request: IdempotentRequest | None,
+    seed: int | None = None,
   ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
@@ -114,7 +115,9 @@ class Account:
     with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
         raise Forbidden(f'You have {limit} adapters, the limit (serve.limits.max_adapters_per_owner): delete one.')
-      made, version = store.create(self.owner, name, checked, arrays, reason=reason, details=details, request=request)
+      made, version = store.create(
+        self.owner, name, checked, arrays, seed=seed, reason=reason, details=details, request=request
+      )
     self.service.remember(made.id, self.owner)
     self.service.events.add(made.id, 'committed', {'version': version.number, 'reason': reason})
     return made, version
@@ -135,11 +138,15 @@ class Account:
   def fork(
     self, id: str, number: int | None, name: str, *, request: IdempotentRequest | None = None
   ) -> tuple[AdapterRecord, Version]:
-    """Create an adapter from a version of another one (None: the newest), with its settings, moments and average."""
-    adapter, version = self.adapter(id), self.version(id, number)
-    arrays = self.service.store.arrays(version)
+    """Create an adapter from a version of another one (None: the newest), with its settings and optimizer state."""
+    adapter, version, store = self.adapter(id), self.version(id, number), self.service.store
     details = {'from': records.lora_uri(adapter.id, version.number)}
-    return self._create(name, adapter.settings, arrays, 'fork', details, request)
+    settings = {name: value for name, value in adapter.settings.items() if name != 'pinned_versions'}
+    state = store.optimizer_state(version)
+    made, first = self._create(name, settings, store.arrays(version), 'fork', details, request)
+    if state.arrays:
+      store.keep_optimizer_state(first, state.arrays)
+    return made, first
 
   def delete(self, id: str, expected: int | None) -> None:
     """Delete an adapter with all its versions, samples and feedback; its name becomes free."""
@@ -185,7 +192,7 @@ class Account:
   def undo(
     self, id: str, expected: int | None, to: int | None = None, *, request: IdempotentRequest | None = None
   ) -> Version:
-    """Make a new version with the arrays of an older one, including moments and average.
+    """Make a new version with the factors of an older one, and with its optimizer state if that is stored.
 
     Args:
       id: the id of the adapter.
@@ -200,7 +207,7 @@ class Account:
           raise InvalidRequest(f'Version {newest.number} is the first one: there is nothing to undo.', field='to')
         if not earlier:
           raise InvalidRequest(
-            f'Version {newest.parent}, before {newest.number}, is not stored any more (serve.retention.keep_versions): '
+            f'Version {newest.parent}, before {newest.number}, is not stored any more (serve.store.keep_versions): '
             "name another one with 'to'.",
             field='to',
           )
@@ -232,10 +239,9 @@ class Account:
     """
     records.check_name(name, self.service.model_name)
     factors = self.service.served.factors(files)
-    fresh = self.service.worker.fresh(0)  # For the moments and the count.
-    own = {f'{kind}/{row}': value for kind in ('factors', 'average') for row, value in factors.items()}
+    arrays = {f'factors/{row}': value for row, value in factors.items()}
     digest = hashlib.sha256(files[peft_files.WEIGHTS]).hexdigest()
-    return self._create(name, None, {**fresh, **own}, 'import', {'sha256': digest}, request)
+    return self._create(name, None, arrays, 'import', {'sha256': digest}, request)
 
   def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
     """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""

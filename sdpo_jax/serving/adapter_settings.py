@@ -13,8 +13,8 @@ from sdpo_jax.serving.feedback_request import check_teacher, teacher_settings
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.types import Messages
 
-FIELDS = ('teacher', 'guards', 'canary_prompts')
-MOST_CANARIES = 16
+FIELDS = ('teacher', 'guards', 'canary_prompts', 'pinned_versions')
+MOST_CANARIES = MOST_PINNED = 16
 
 
 def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
 
   Args:
     settings: `teacher`, a kind or a mapping (`check_teacher`); `guards`, limits by name (`guards.Guards.of`);
-      `canary_prompts`, texts or conversations.
+      `canary_prompts`, texts or conversations; `pinned_versions`, numbers of versions that retention keeps.
     serve: the settings of the service.
     prompt_of: `ServiceState.prompt_of`, which tokenizes prompts.
 
@@ -35,7 +35,7 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
         f'Adapters have no setting {short_repr(field)}, only {", ".join(FIELDS)}.', field=f'settings.{field}'
       )
   found: dict[str, Any] = {}
-  teacher, guards, canaries = (settings.get(field) for field in FIELDS)
+  teacher, guards, canaries, pinned = (settings.get(field) for field in FIELDS)
   if teacher is not None:
     teacher = teacher_settings(teacher)
     if not isinstance(teacher, Mapping):
@@ -49,6 +49,13 @@ def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable
     found['guards'] = dict(guards)
   if canaries is not None:
     found['canary_prompts'] = _canaries(canaries, prompt_of)
+  if pinned is not None:
+    numbers = isinstance(pinned, list | tuple) and len(pinned) <= MOST_PINNED
+    if not numbers or not all(type(each) is int and each >= 0 for each in pinned):
+      raise InvalidRequest(
+        f'pinned_versions must be a list of up to {MOST_PINNED} numbers of versions.', field='pinned_versions'
+      )
+    found['pinned_versions'] = sorted(set(pinned))
   return found
 
 

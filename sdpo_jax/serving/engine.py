@@ -1,9 +1,11 @@
 """The engine of the service: it samples, scores and trains many adapters of one model in one process.
 
-A version of an adapter is immutable. It consists of the LoRA factors, the moments of their optimizer, and the moving
-average of the factors over all versions so far, which can act as its teacher. The engine copies what a request needs
-into one of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to score with, in
-float32; and slots to train in, in float32. All calls must come from one thread unless a method says otherwise.
+A version of an adapter is immutable: its LoRA factors. Apart from these, under a name of its own
+(`records.optimizer_name`), the engine has the version's optimizer state, which only learning reads: moments, and if
+wanted the moving average of the factors over all versions so far, which can act as the teacher. The engine copies what
+a request needs into one of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to
+score with, in float32; and slots to train in, in float32. All calls must come from one thread unless a method says
+otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import time
@@ -32,7 +33,7 @@ from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions, with
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.models import parameters
-from sdpo_jax.models.adapters import lora, lora_pool
+from sdpo_jax.models.adapters import lora, lora_pool, peft_files
 from sdpo_jax.models.adapters.lora_pool import LoraPool
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.models.policy import NO_MEMBER, Policy
@@ -42,14 +43,15 @@ from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
-from sdpo_jax.serving.records import BASE, TEACHING_MODEL, TEACHING_VERSION
+from sdpo_jax.serving.records import BASE, TEACHING_MODEL, TEACHING_VERSION, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError, Places, Shelf
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 
 _SCORED = dataclasses.fields(Scored)
 _SCORING = UpdateOptions(Sdpo(topk=1))  # For checks of rows that are only scored.
-_FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # The arrays of a version.
+_FACTORS = 'factors'  # The arrays of a version.
+_MU, _NU, _COUNT, _AVERAGE = 'mu', 'nu', 'count', 'average'  # The arrays of an optimizer state.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,13 @@ class Feedback:
   # 'version:NAME': another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the
   # lessons contain the teacher's log-probs.
   teacher: str = 'live'
-  average_rate: float = 0.05  # The weight of the new factors in the moving average, from 0 to 1.
+  # The weight of the new factors in the moving average, from 0 to 1. None: the new version has no average.
+  average_rate: float | None = 0.05
 
   def __post_init__(self):
     if self.new == BASE:
       raise UserError('The new version needs a name; the empty name means the model without an adapter.')
-    if not 0 <= self.average_rate <= 1:
+    if self.average_rate is not None and not 0 <= self.average_rate <= 1:
       raise UserError(f'average_rate must be between 0 and 1, not {self.average_rate}.')
 
 
@@ -137,12 +140,13 @@ class Engine:
     if not isinstance(policy.adapter, lora.Adapter):
       raise ValueError('An engine serves LoRA adapters, and the policy has none.')
     check_divides(settings, policy)
-    self._vocab_size = policy.vocab_size
+    self._vocab_size, self._adapter = policy.vocab_size, policy.adapter
     self._table = parameters.trainable(policy.parameter_table())
+    self._count = parameters.count(self._table)
     memory_bytes = settings.memory_bytes
     if memory_bytes is None:
       host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-      memory_bytes = min(memory_for(settings, self.version_bytes), host // 4)
+      memory_bytes = min(memory_for(settings, self._count), host // 4)
     self.settings = dataclasses.replace(settings, memory_bytes=memory_bytes)
     self._shelf = Shelf(folder, memory_bytes)
     kept_in = None
@@ -293,61 +297,47 @@ class Engine:
     self.restore(version, self.fresh(seed))
 
   def put(self, version: str, factors: Tree) -> None:
-    """Make a version from factors, such as imported ones, with zero moments and the factors as their average.
+    """Make a version from factors, such as imported ones; without a state, its moments are 0.
 
     Raises:
       UserError: the factors have another shape, or values that are not finite, which would spread to other rows.
       ValueError: a version of that name exists.
     """
-    _check_name(version)
-    self._shelf.put(version, self._first_of(factors))
-
-  def _first_of(self, factors: Tree) -> dict[str, np.ndarray]:
-    """Return the arrays of a version that starts from these factors."""
-    arrays = self._flat(_FACTORS, factors)
-    for row in self._table:
-      array = arrays[f'{_FACTORS}/{row.name}']
-      if array.shape != row.shape:
-        raise UserError(f'{row.name} has the shape {array.shape}, but the engine serves {row.shape}.')
-      if not training_pool.fits(array):
-        raise UserError(f'{row.name} has values that are too large or not finite: such an adapter cannot be served.')
-    zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
-    for kind, tree in ((_MU, zeros), (_NU, zeros), (_AVERAGE, factors)):
-      arrays |= self._flat(kind, tree)
-    return arrays | {_COUNT: np.zeros((), np.int32)}
+    self.restore(version, self._flat(_FACTORS, factors))
 
   def fresh(self, seed: int) -> Arrays:
     """Return the arrays of a version as `create` would make it, without storing them."""
-    # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
-    arrays = self._first_of(parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values))
-    for array in arrays.values():
-      array.setflags(write=False)
-    return MappingProxyType(arrays)
+    return self._flat(_FACTORS, peft_files.fresh(self._adapter, self._table, seed))
 
-  def state(self, version: str) -> Arrays:
-    """Return the arrays of a version by name: factors, moments, count and average. Any thread may call.
+  def arrays(self, name: str) -> Arrays:
+    """Return the arrays of a version or of an optimizer state by their names, read-only. Any thread may call.
 
-    The arrays are read-only.
+    Args:
+      name: the name of a version, which has factors; or of an optimizer state, which has mu, nu and count, or none of
+        these if they are 0, and the average if there is one.
 
     Raises:
-      UserError: there is no such version.
+      UserError: there are none of that name.
     """
     try:
-      return MappingProxyType(self._shelf.get(version))
+      return MappingProxyType(self._shelf.get(name))
     except KeyError:
-      raise UserError(f'The engine has no version {version}.') from None
+      raise UserError(f'The engine has no version {name}.') from None
 
   def restore(self, version: str, arrays: Arrays) -> None:
-    """Make a version from arrays as `state` returns them, of this engine or another one for the same shape.
+    """Make a version or an optimizer state from arrays as `arrays` returns them, of any engine for the same shape.
 
     Raises:
       UserError: an array has a wrong name, shape or dtype, or invalid values; the engine has not changed.
-      ValueError: a version of that name exists.
+      ValueError: there is one of that name.
     """
-    _check_name(version)
-    names = {f'{kind}/{row.name}': row.shape for kind in (_FACTORS, _MU, _NU, _AVERAGE) for row in self._table}
-    expected = {name: (shape, np.dtype(np.float32)) for name, shape in names.items()}
-    expected[_COUNT] = ((), np.dtype(np.int32))
+    _check_name(version_of(version))
+    kinds = (_FACTORS,)
+    if version != version_of(version):
+      kinds = ((_MU, _NU) if _COUNT in arrays else ()) + ((_AVERAGE,) if _has_average(arrays) else ())
+    expected = {f'{kind}/{row.name}': (row.shape, np.dtype(np.float32)) for kind in kinds for row in self._table}
+    if _MU in kinds:
+      expected[_COUNT] = ((), np.dtype(np.int32))
     for wrong, said in ((expected.keys() - arrays.keys(), 'lacks'), (arrays.keys() - expected.keys(), 'also holds')):
       if wrong:
         raise UserError(f'The version {version} {said} {printable(min(wrong))}, unlike the versions served here.')
@@ -367,17 +357,27 @@ class Engine:
     self._shelf.put(version, found)
 
   @property
-  def version_bytes(self) -> int:
-    """The size of the arrays of a version in bytes."""
-    return 4 * (4 * sum(math.prod(row.shape) for row in self._table) + 1)
+  def held_bytes(self) -> int:
+    """The bytes of all versions and optimizer states in host memory."""
+    return self._shelf.memory_bytes
+
+  def bytes_of(self, name: str) -> int:
+    """Return the size of the arrays of a version in bytes; or of an optimizer state, if that has all arrays."""
+    factors = 4 * self._count
+    return factors if name == version_of(name) else 3 * factors + 4
 
   def drop(self, version: str) -> None:
     """Drop the arrays of a version from the host; its copies on the devices stay, and `restore` can bring it back."""
     self._shelf.drop(version)
 
   def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
-    """Return the factors of a version or their moving average, on the host, nested as in the parameter table."""
-    return self._tree(self.state(version), kind)
+    """Return the factors of a version or their moving average, on the host, nested as in the parameter table.
+
+    Without an average, the factors are returned.
+    """
+    if kind == _AVERAGE and _has_average(state := self._state(version)):
+      return self._tree(state, _AVERAGE)
+    return self._tree(self.arrays(version), _FACTORS)
 
   def forget(self, version: str) -> None:
     """Erase a version from the host and the devices; a missing version is ignored.
@@ -393,7 +393,8 @@ class Engine:
     ):
       for name in names:
         places.forget(name)
-    self._shelf.drop(version)
+    for name in (version, optimizer_name(version)):
+      self._shelf.drop(name)
 
   # Sampling.
 
@@ -416,7 +417,7 @@ class Engine:
     check_ids('The prompt', prompt, self._vocab_size)
     if version == BASE:
       return self._resident.submit(prompt, owner=owner, **options)
-    arrays = self.state(version)
+    arrays = self.arrays(version)
     place = self._snapshot_places.take(version)
     try:
       if not place.filled:
@@ -584,7 +585,8 @@ class Engine:
     except BaseException as error:
       for new in stored:  # Either all versions are stored or none.
         self._slot_places.forget(new)
-        self._shelf.drop(new)
+        for name in (new, optimizer_name(new)):
+          self._shelf.drop(name)
       if not isinstance(error, (UserError, NoPlaceError)):
         self._slots = None  # The buffers may be gone; the shelf has all their versions.
       raise
@@ -604,14 +606,19 @@ class Engine:
       raise UserError('The model without an adapter cannot learn: name a version.')
     if version in taken:
       raise UserError(f'{version} cannot learn from two feedbacks at once: send one after the other.')
-    arrays = self.state(version)
+    arrays = self.arrays(version)
     place = self._slot_places.take(version)
     taken.append(version)
     if self._slots is None:
       self._slots = self._fresh_slots()
     if not place.filled:
-      factors, mu, nu = (self._tree(arrays, kind) for kind in (_FACTORS, _MU, _NU))
-      own = _own_state(factors, mu, nu, arrays[_COUNT])
+      state = self._state(version)
+      if _COUNT in state:
+        mu, nu, count = self._tree(state, _MU), self._tree(state, _NU), state[_COUNT]
+      else:
+        mu = nu = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
+        count = np.zeros((), np.int32)
+      own = _own_state(self._tree(arrays, _FACTORS), mu, nu, count)
       self._slots = self._put_slot(self._slots, np.int32(place.index), own)
     return place.index
 
@@ -621,15 +628,24 @@ class Engine:
   def _store(self, feedback: Feedback, slot: int) -> None:
     """Store the contents of a slot as the new version of a feedback."""
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
-    rate = np.float32(feedback.average_rate)
-    before = self.state(feedback.version)
-    arrays = {_COUNT: np.asarray(own.moments.count)}
-    for kind, tree in ((_FACTORS, own.trainable), (_MU, own.moments.mu), (_NU, own.moments.nu)):
-      arrays |= self._flat(kind, tree)
-    for row in self._table:
-      average, value = before[f'{_AVERAGE}/{row.name}'], arrays[f'{_FACTORS}/{row.name}']
-      arrays[f'{_AVERAGE}/{row.name}'] = averaging.average(average, value, rate)
-    self._shelf.put(feedback.new, arrays)
+    factors = self._flat(_FACTORS, own.trainable)
+    state = {_COUNT: np.asarray(own.moments.count)} | self._flat(_MU, own.moments.mu) | self._flat(_NU, own.moments.nu)
+    if feedback.average_rate is not None:
+      before = self.factors(feedback.version, _AVERAGE)
+      for row in self._table:
+        average, value = parameters.get(before, row.path), factors[f'{_FACTORS}/{row.name}']
+        state[f'{_AVERAGE}/{row.name}'] = averaging.average(average, value, np.float32(feedback.average_rate))
+    self._shelf.put(optimizer_name(feedback.new), state)
+    try:
+      self._shelf.put(feedback.new, factors)
+    except BaseException:
+      self._shelf.drop(optimizer_name(feedback.new))
+      raise
+
+  def _state(self, version: str) -> Arrays:
+    """Return the optimizer state of a version; empty: it has none."""
+    name = optimizer_name(version)
+    return self.arrays(name) if name in self._shelf else {}
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
     """Return a task with the log-probs of the other model that the feedback names as its teacher."""
@@ -667,11 +683,11 @@ class Engine:
     """Return the place of a teacher, filled, and a function that releases it."""
     if version == BASE:
       return NO_MEMBER, lambda: None
-    arrays, key = self.state(version), (kind, version)
+    factors, key = self.factors(version, kind), (kind, version)
     place = self._teacher_places.take(key)
     if not place.filled:
       try:
-        self._teachers.put(place.index, self._tree(arrays, kind))
+        self._teachers.put(place.index, factors)
       except BaseException:
         self._teacher_places.let_go(key)
         self._teacher_places.forget(key)
@@ -694,13 +710,18 @@ def _check_name(version: str) -> None:
     raise UserError('A version needs a name; the empty name means the model without an adapter.')
 
 
-def memory_for(settings: EngineSettings, version_bytes: int) -> int:
-  """Return the bytes of host memory for versions: twice as many versions as have places on the devices.
+def _has_average(arrays: Arrays) -> bool:
+  return any(name.startswith(f'{_AVERAGE}/') for name in arrays)
 
-  The second half is for the versions that learning makes. The result is at least 1 GiB.
+
+def memory_for(settings: EngineSettings, count: int) -> int:
+  """Return the bytes of host memory for versions of `count` factors: twice as many as have places on the devices.
+
+  The second half is for the versions that learning makes, whose optimizer state is included. The result is at least
+  1 GiB.
   """
   places = settings.snapshots + settings.teachers + settings.slots
-  return max(2**30, 2 * places * version_bytes)
+  return max(2**30, 2 * 4 * count * (places + 3 * settings.slots))
 
 
 def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:

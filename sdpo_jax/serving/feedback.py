@@ -23,9 +23,9 @@ from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
+from sdpo_jax.serving.feedback_request import FeedbackRequest, FeedbackTeacher, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
-from sdpo_jax.serving.records import AdapterRecord, Version, engine_name
+from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, optimizer_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
 from sdpo_jax.serving.worker import Worker
@@ -142,8 +142,8 @@ def _learn(
     for stage in ('scored', 'stepped'):  # The engine does both in one call.
       stages.reach(stage, steps=len(learned.steps))
     call.check()
-    arrays = worker.arrays(new) if learned.stepped else {}
-    numbers = *arrays.values(), *(said.log_probs_after for said in learned.said)
+    arrays, state = (worker.arrays(name) if learned.stepped else {} for name in (new, optimizer_name(new)))
+    numbers = *arrays.values(), *state.values(), *(said.log_probs_after for said in learned.said)
     finite = (learned.stepped or learned.unchanged) and all(bool(np.isfinite(each).all()) for each in numbers)
     canaries = None
     if finite and arrays and canary_prompts:
@@ -160,6 +160,9 @@ def _learn(
     on_canaries = {name: getattr(canaries, name) for name in names}
     measured = Measured(finite, ratio, **on_canaries, rejected_rise=max(rises, default=None))
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
+    began_with = _began_with(service, adapter, teacher)
+    details |= began_with
+    details['warnings'] += _lost_moments(store, adapter, began_with['moments_of'])
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
     # Before the commit, since nothing may fail after it.
@@ -194,8 +197,23 @@ def _learn(
     'items': items,
     'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},
   }
-  _note(service, adapter, request, answer, last, stages)
+  _note(service, adapter, request, answer, last, stages, committed and (committed, state))
   return FeedbackResult(answer, learned.said, moved)
+
+
+def _began_with(service: ServiceState, adapter: AdapterRecord, teacher: FeedbackTeacher) -> dict[str, Any]:
+  """Return which versions' moments and average learning began with, as JSON (None: zeros; the factors)."""
+  read, head = service.state_read_for(adapter), adapter.head
+  moments, average = (head, head) if read is None else (read.moments_of, read.average_of)
+  return {'moments_of': moments, 'average_of': None if teacher.average_rate is None else average}
+
+
+def _lost_moments(store: Store, adapter: AdapterRecord, moments_of: int | None) -> list[str]:
+  """Return a warning if learning from a version that was learned did not begin with its own moments."""
+  if moments_of == adapter.head or store.version(adapter.owner, adapter.id, adapter.head).reason != 'feedback':
+    return []
+  instead = 'zeros' if moments_of is None else f'those of version {moments_of}'
+  return [f'The moments of version {adapter.head} are not stored, so learning began with {instead}.']
 
 
 def _both(worker: Worker, before: str, after: str, deadline: float | None, rows: lessons.Rows) -> list[list[Scored]]:
@@ -365,6 +383,7 @@ def _note(
   answer: Mapping[str, Any],
   stage: str,
   stages: _Stages,
+  committed: tuple[Version, Mapping[str, np.ndarray]] | None,
 ) -> None:
   """Add the feedback to the log in the store, and publish the last stage. Errors are logged but not raised."""
   store, worker, after = service.store, service.worker, answer['version_after']
@@ -378,8 +397,9 @@ def _note(
     ],
   }
   actions: list[Callable[[], None]] = []
-  if stage == 'committed':
-    actions.append(lambda: worker.stored(engine_name(adapter.id, after)))
+  if committed is not None:  # With its optimizer state, which is written after the answer.
+    actions.append(lambda: store.keep_optimizer_state(*committed))
+    actions.append(lambda: worker.stored(committed[0].engine_name))
   if request.mode == 'commit':
     actions.append(lambda: store.note_feedback(adapter.owner, adapter.id, record))
   actions.append(lambda: stages.reach(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))

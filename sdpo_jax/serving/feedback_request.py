@@ -248,7 +248,8 @@ class FeedbackTeacher:
 
   name: str  # The value of `engine.Feedback.teacher`, or 'endpoint', which scores before the engine learns.
   version: int | None  # The number of an earlier version of the adapter that teaches; None: another teacher.
-  average_rate: float  # The rate of the moving average of the factors, updated with every teacher.
+  # The rate of the moving average of the factors. None: neither the adapter's teacher nor this one is an average.
+  average_rate: float | None
 
 
 def teacher_settings(said: Any) -> Any:
@@ -306,6 +307,8 @@ def choose_teacher(
   rate = own.get('rate', settings.get('rate'))
   rate = defaults.average_rate if rate is None else float(rate)
   kind = settings['kind']
+  if 'ema' not in (kind, own['kind']):
+    rate = None
   if kind == 'model':
     return FeedbackTeacher(TEACHING_MODEL + settings['name'], None, rate)
   if kind in ('lagged', 'frozen'):

@@ -17,6 +17,7 @@ BASE = ''  # The version name that stands for the model without an adapter.
 TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
+_OPTIMIZER = '+optimizer'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<number>\d{1,9}))?')
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
@@ -50,6 +51,15 @@ class Version:
   def engine_name(self) -> str:
     """The name of this version in the engine."""
     return engine_name(self.adapter, self.number)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptimizerState:
+  """The state from which a version's learning goes on, see `store.optimizer_states`."""
+
+  arrays: Mapping[str, np.ndarray]  # mu/…, nu/… and count, unless these are 0; average/…, unless it is the factors.
+  moments_of: int | None  # The number of the version whose moments they are; None: they are 0.
+  average_of: int | None  # The number of the version whose average it is; None: there is none.
 
 
 def in_effect(versions: Sequence[Version]) -> list[Version]:
@@ -108,6 +118,16 @@ class VersionTarget:
 def engine_name(adapter: str, number: int) -> str:
   """Return the name that a version of an adapter has in the engine."""
   return f'{adapter}@{number}'
+
+
+def optimizer_name(version: str) -> str:
+  """Return the name that the optimizer state of a version has in the engine."""
+  return f'{version}{_OPTIMIZER}'
+
+
+def version_of(name: str) -> str:
+  """Return the version to which a name in the engine belongs, which is one or that of an optimizer state."""
+  return name.removesuffix(_OPTIMIZER)
 
 
 # How requests name adapters.

@@ -145,7 +145,8 @@ def _database_of(config: Config) -> pathlib.Path:
 def _open_store(config: Config, database: pathlib.Path, base: Base) -> Store:
   store = config.serve.store
   root = store.root if '://' in store.root else str(pathlib.Path(store.root).expanduser().absolute())
-  retention = Retention(store.keep_versions, store.request_ttl_s, store.keep_feedback_texts)
+  names = (field.name for field in dataclasses.fields(Retention))
+  retention = Retention(**{name: getattr(store, name) for name in names})
   return Store.open(root, database, base=base, retention=retention)
 
 

@@ -27,6 +27,7 @@ from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.peft_transfer import Served
+from sdpo_jax.serving.records import AdapterRecord, OptimizerState
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -129,6 +130,8 @@ class ServiceState:
       worker, tokens=min(config.serve.guards.canary_tokens, self.sizes.response_buckets[-1]), topk=topk
     )
     self._owners: collections.OrderedDict[str, str] = collections.OrderedDict()
+    # By adapter, the version whose optimizer state was read last, and what was found.
+    self._read_states: collections.OrderedDict[str, tuple[int, OptimizerState]] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   # Versions of the engine.
@@ -142,17 +145,35 @@ class ServiceState:
         self._owners.popitem(last=False)
 
   def load(self, engine_name: str) -> Mapping[str, np.ndarray]:
-    """Read the arrays of a version from the store, for an engine that does not have it.
+    """Read the arrays of a version or an optimizer state from the store, for an engine that does not have it.
 
     Raises:
       NotFound: the version does not exist, or its adapter was not passed to `remember`.
     """
-    adapter, _, number = engine_name.rpartition('@')
+    adapter, _, number = records.version_of(engine_name).rpartition('@')
     with self._lock:
       owner = self._owners.get(adapter)
     if owner is None or not number.isdecimal():
       raise NotFound(f'There is no version {engine_name}.')
-    return self.store.arrays(self.store.version(owner, adapter, int(number)))
+    version = self.store.version(owner, adapter, int(number))
+    if engine_name == version.engine_name:
+      return self.store.arrays(version)
+    state = self.store.optimizer_state(version)
+    with self._lock:
+      self._read_states[adapter] = version.number, dataclasses.replace(state, arrays={})
+      self._read_states.move_to_end(adapter)
+      if len(self._read_states) > _OWNERS:
+        self._read_states.popitem(last=False)
+    return state.arrays
+
+  def state_read_for(self, adapter: AdapterRecord) -> OptimizerState | None:
+    """Return what was found, without arrays, when the state of an adapter's newest version was read last.
+
+    None: it was not read, since the engine has made it.
+    """
+    with self._lock:
+      number, state = self._read_states.get(adapter.id, (None, None))
+    return state if number == adapter.head else None
 
   # Prompts.
 

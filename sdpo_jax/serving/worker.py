@@ -24,13 +24,14 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
 from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
-from sdpo_jax.serving.records import BASE, TEACHING_VERSION
+from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
+_LEAST_VERSIONS = 2  # That fit into memory in any case, with their optimizer states.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
 _LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
 _logger = logging.getLogger('sdpo_jax.serving')
@@ -56,8 +57,8 @@ class Worker:
 
     Args:
       make_engine: makes the engine, in the thread of the worker; called again after the engine has failed.
-      load: returns the arrays of a version, by its name, that the engine does not have; called in reader threads. Its
-        errors are raised in the requests that need the version.
+      load: returns the arrays of a version or an optimizer state, by its name, that the engine does not have; called in
+        reader threads. Its errors are raised in the requests that need the version.
       max_waiting: the most requests that may wait or be in progress; further ones are refused.
       announce: receives lines about the programs of the engine.
       clock: returns seconds; deadlines are times on it.
@@ -79,15 +80,16 @@ class Worker:
     self._pace, self._last_end = 0.0, clock()  # The mean seconds between the ends of two requests.
     # Used by the thread of the worker only; other threads may only read `_engine`.
     self._engine: Engine | None = None
-    self._most = 0  # How many versions may be in memory.
+    self._room = 0.0  # The bytes of versions and optimizer states that may be in memory.
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
+    # By the names of versions and optimizer states:
     self._loading: dict[str, Future[Arrays]] = {}
-    self._pinned: set[str] = set()  # Versions that waiting requests need.
-    # Versions that can be loaded again, least recently used first.
+    self._pinned: set[str] = set()  # Those that waiting requests need.
+    # Those that can be loaded again, least recently used first.
     self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()
-    self._own: set[str] = set()  # Versions that only the engine has.
-    self._stored: collections.deque[str] = collections.deque()  # Versions that `load` can read from now on.
+    self._own: set[str] = set()  # Those that only the engine has.
+    self._stored: collections.deque[str] = collections.deque()  # Those that `load` can read from now on.
     self._rescued: dict[str, Arrays] = {}  # The arrays of `_own` while a new engine is made.
 
   # Life.
@@ -201,7 +203,7 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    needs = {feedback.version}
+    needs = {feedback.version, optimizer_name(feedback.version)}
     if feedback.teacher.startswith(TEACHING_VERSION):
       needs.add(feedback.teacher.removeprefix(TEACHING_VERSION))
     job = LearnJob(frozenset(needs - {BASE}), deadline, feedback=feedback)
@@ -211,7 +213,7 @@ class Worker:
   # Versions.
 
   def arrays(self, version: str) -> Arrays:
-    """Return the arrays of a version by name, read-only.
+    """Return the arrays of a version or an optimizer state by name, read-only.
 
     Raises:
       ServiceError: neither the engine nor `load` has the version.
@@ -221,29 +223,18 @@ class Worker:
       return rescued[version]
     if engine is not None and version in engine:
       try:
-        return engine.state(version)
+        return engine.arrays(version)
       except UserError:  # It was dropped meanwhile, so `load` can read it.
         pass
     return self._load(version)
 
   def stored(self, version: str) -> None:
-    """Note that `load` can read a version from now on, so that the engine may drop it."""
-    self._stored.append(version)
+    """Note that `load` can read a version and its optimizer state from now on, so that the engine may drop them."""
+    self._stored += [version, optimizer_name(version)]
     self._wake.set()
 
-  def fresh(self, seed: int) -> Arrays:
-    """Return the arrays of a new version that does not change the model, without storing them.
-
-    Raises:
-      NotReady: there is no engine now.
-    """
-    engine = self._engine
-    if engine is None:
-      raise NotReady('The engine is not ready: retry when it is.')
-    return engine.fresh(seed)
-
   def forget(self, *versions: str) -> None:
-    """Erase versions from the engine, each as soon as nothing uses it; missing versions are ignored.
+    """Erase versions with their states from the engine, each as soon as nothing uses it; missing ones are ignored.
 
     Raises:
       NotReady: the worker has ended.
@@ -303,7 +294,8 @@ class Worker:
         self._close(f'There is no engine: {first_line(error)}', _plain(error))
         return
       self._engine, self.failure = engine, None
-      self._most = max(2, int(_SHARE * engine.settings.memory_bytes / engine.version_bytes))
+      least = sum(engine.bytes_of(name) for name in ('', optimizer_name('')))
+      self._room = max(_LEAST_VERSIONS * least, _SHARE * engine.settings.memory_bytes)
       self._own, self._rescued = set(self._rescued), {}
       with self._lock:
         if self._stop_at is None:
@@ -343,9 +335,7 @@ class Worker:
       if self._drawing:
         moved |= self._turn(engine)
         moved |= self._collect()
-      more = len(self._kept) + len(self._own) - self._most
-      if more > 0:
-        self._trim(engine, more)
+      self._trim(engine)
       if not moved:  # Wait for new work or for the next deadline.
         times = [job.deadline for job in self._waiting if job.deadline is not None]
         if self._stop_at is not None:
@@ -410,7 +400,7 @@ class Worker:
     """Start loading the versions that waiting requests need, in order, but no more than memory has room for."""
     pinned: set[str] = set()
     for job in self._waiting:
-      if not job.needs or (pinned and len(pinned | job.needs) > self._most):
+      if not job.needs or (pinned and sum(map(engine.bytes_of, pinned | job.needs)) > self._room):
         continue
       pinned |= job.needs
       for version in job.needs:
@@ -474,7 +464,7 @@ class Worker:
       return
     for job, learned in zip(wanted, found, strict=True):
       if learned.stepped:
-        self._own.add(job.feedback.new)
+        self._own |= {job.feedback.new, optimizer_name(job.feedback.new)}
       self._touch(job)
       self._waiting.remove(job)
       self._ended(job, 'learned')
@@ -507,7 +497,8 @@ class Worker:
 
   def _forget(self, engine: Engine, job: ForgetJob) -> bool:
     """Erase a version if nothing uses it; return whether the job is done."""
-    if job.version in self._loading or any(job.version == other.version for other in self._drawing):
+    names = {job.version, optimizer_name(job.version)}
+    if names & self._loading.keys() or any(job.version == other.version for other in self._drawing):
       return False
     try:
       engine.forget(job.version)
@@ -516,8 +507,9 @@ class Worker:
     except Exception as error:
       self._refuse(engine, job, error)
       return True
-    self._own.discard(job.version)
-    self._kept.pop(job.version, None)
+    self._own -= names
+    for name in names:
+      self._kept.pop(name, None)
     self._waiting.remove(job)
     job.future.set_result(None)
     return True
@@ -567,11 +559,15 @@ class Worker:
       self._ended(job, job.ended or 'sampled')
     return bool(done)
 
-  def _trim(self, engine: Engine, more: int) -> None:
-    """Drop up to `more` versions that can be loaded again, the least recently used first."""
-    for version in [version for version in self._kept if version not in self._pinned][:more]:
-      engine.drop(version)
-      del self._kept[version]
+  def _trim(self, engine: Engine) -> None:
+    """Drop what can be loaded again, the least recently used first, until the rest has room in memory."""
+    if engine.held_bytes <= self._room:
+      return
+    for name in [name for name in self._kept if name not in self._pinned]:
+      engine.drop(name)
+      del self._kept[name]
+      if engine.held_bytes <= self._room:
+        return
 
   def _touch(self, job: Job) -> None:
     """Mark the versions of a request as just used."""
@@ -622,7 +618,7 @@ class Worker:
     gone = {job.version for job in forgets}
     for version in self._own - gone:
       try:
-        self._rescued[version] = engine.state(version)
+        self._rescued[version] = engine.arrays(version)
       except UserError:
         _logger.exception('The version %s is lost.', version)
     self._own.clear()

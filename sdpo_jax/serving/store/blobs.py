@@ -80,6 +80,9 @@ class Blobs(Protocol):
       LostSwapError: the blob has another tag, is missing, or exists; nothing has changed.
     """
 
+  def put(self, key: str, content: bytes) -> None:
+    """Write a blob atomically, whether or not it exists; raises FileNotFoundError if a local folder is missing."""
+
   def renew(self, key: str, content: bytes) -> None:
     """Make sure that an existing blob is durable; `content` is the content that it has."""
 
@@ -168,6 +171,11 @@ class LocalBlobs:
         if found != (None if expected is None else expected.tag):
           raise LostSwapError(f'{path} has changed.')
         write_atomically(path, content, 0o600)
+
+  def put(self, key: str, content: bytes) -> None:
+    path = self._root / key
+    with self._failures(path):
+      write_atomically(path, content, 0o600)
 
   def renew(self, key: str, content: bytes) -> None:
     # The directory may not have been synced. The file is written again, since after a failed fsync a second one proves
@@ -351,6 +359,10 @@ class RemoteBlobs:
         found = self.tagged(key)  # As in `_create`.
         if found is None or found.content != content:
           raise LostSwapError(f'{self.name}/{key} has changed.') from None
+
+  def put(self, key: str, content: bytes) -> None:
+    with self._failures(key):
+      self._obstore.put(self._store, key, content)
 
   def renew(self, key: str, content: bytes) -> None:
     """Do nothing, since every blob that can be read is durable."""

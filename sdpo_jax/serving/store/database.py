@@ -27,13 +27,13 @@ from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.versions import Head, RequestId, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
-SCHEMA = 1  # `user_version` of the file.
+SCHEMA = 2  # `user_version` of the file.
 # Texts are stored as JSON in ASCII, since clients' texts may not be valid UTF-8.
 _TABLES = """
 CREATE TABLE meta (root TEXT NOT NULL);
 CREATE TABLE adapters (
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, head INTEGER NOT NULL, created REAL NOT NULL,
-  settings TEXT NOT NULL, digest TEXT NOT NULL, origin TEXT NOT NULL, kept_from INTEGER NOT NULL,
+  settings TEXT NOT NULL, digest TEXT NOT NULL, origin TEXT NOT NULL, kept_from INTEGER NOT NULL, pinned TEXT NOT NULL,
   tag TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX adapters_of_owner ON adapters (owner, name);
 CREATE TABLE versions (
@@ -52,23 +52,22 @@ CREATE TABLE requests (
 CREATE INDEX requests_of_adapter ON requests (adapter);
 CREATE TABLE feedback (id INTEGER PRIMARY KEY, adapter TEXT NOT NULL, record TEXT NOT NULL);
 CREATE INDEX feedback_of_adapter ON feedback (adapter);
-"""
-SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
-_SESSION_TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (
+CREATE TABLE sessions (
   id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
   record TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS sessions_of_adapter ON sessions (adapter);
-CREATE TABLE IF NOT EXISTS session_turns (
+CREATE INDEX sessions_of_adapter ON sessions (adapter);
+CREATE TABLE session_turns (
   session TEXT NOT NULL, n INTEGER NOT NULL, adapter TEXT NOT NULL, prompt_tokens BLOB NOT NULL, tokens BLOB NOT NULL,
   log_probs BLOB NOT NULL, kept_tokens BLOB, record TEXT NOT NULL, PRIMARY KEY (session, n));
-CREATE INDEX IF NOT EXISTS session_turns_of_adapter ON session_turns (adapter);
-CREATE TABLE IF NOT EXISTS session_examples (
+CREATE INDEX session_turns_of_adapter ON session_turns (adapter);
+CREATE TABLE session_examples (
   id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
   state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
   record TEXT NOT NULL, UNIQUE (session, n, kind));
-CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state)
+CREATE INDEX session_examples_of_adapter ON session_examples (adapter, state);
+CREATE TABLE shrunk (adapter TEXT PRIMARY KEY, head INTEGER NOT NULL)
 """
+SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,10 @@ class Database:
         )
       if schema < SCHEMA:
         if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
-          raise UserError(f'serve.store.database={self._path} belongs to another program: name another file.')
+          raise UserError(
+            f'serve.store.database={self._path} belongs to another program or an earlier version of sdpo_jax: name '
+            'another file.'
+          )
         self._connection.close()
         self.is_new = True  # The file was not completed.
         return None
@@ -152,7 +154,6 @@ class Database:
       [(known,)] = self._connection.execute('SELECT root FROM meta')
       if known != root:
         return 'it belongs to another root'
-      self._add_tables()
       return None
     except (sqlite3.DatabaseError, ValueError) as error:
       if isinstance(error, sqlite3.OperationalError):
@@ -176,16 +177,6 @@ class Database:
         rows.execute(statement)
       rows.execute('INSERT INTO meta VALUES (?)', (root,))
       rows.execute(f'PRAGMA user_version={SCHEMA}')
-    self._add_tables()
-
-  def _add_tables(self) -> None:
-    """Make the tables of sessions, which files of earlier versions of sdpo_jax lack."""
-    names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if SESSION_TABLES <= names:
-      return
-    with self.writing(full=True) as rows:
-      for statement in _SESSION_TABLES.split(';'):
-        rows.execute(statement)
 
   def _move_aside(self, why: str) -> None:
     self._connection.close()
@@ -271,9 +262,28 @@ class Database:
   def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
     """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
     adapter = head.adapter
-    self.drop_versions(rows, adapter.id, 1, head.kept_from)
+    first = 1
+    for end in (*sorted(int(number) for number in head.pinned if int(number) < head.kept_from), head.kept_from):
+      self.drop_versions(rows, adapter.id, first, end)
+      first = end + 1
     own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
-    put(rows, 'adapters', vars(adapter) | own | {'settings': json.dumps(adapter.settings)}, conflict='REPLACE')
+    texts = {'settings': json.dumps(adapter.settings), 'pinned': json.dumps(head.pinned)}
+    put(rows, 'adapters', vars(adapter) | own | texts, conflict='REPLACE')
+
+  def to_shrink(self, keep: int, before: float) -> list[AdapterRecord]:
+    """Return the adapters with more versions than are kept, or with all versions made before a time.
+
+    Args:
+      keep: how many versions are kept beside the newest one and version 0; 0: all.
+      before: seconds since the epoch. Adapters whose newest version is noted in the table `shrunk` are left out.
+    """
+    rows = self.read(
+      f'SELECT {_ADAPTER} FROM adapters WHERE NOT deleted AND ((? > 0 AND head - ? > kept_from) OR ('
+      'EXISTS (SELECT 1 FROM versions v WHERE v.adapter = adapters.id AND v.number = head AND v.created <= ?) '
+      'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))',
+      (keep, keep, before),
+    )
+    return [_known(row).head.adapter for row in rows]
 
   def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
     """Hide an adapter, since its data are about to be erased."""
@@ -284,7 +294,7 @@ class Database:
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *SESSION_TABLES):
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', 'shrunk', *SESSION_TABLES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.
@@ -424,7 +434,7 @@ class Database:
     return [json.loads(record) for (record,) in rows]
 
 
-_ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, tag, deleted'
+_ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, pinned, tag, deleted'
 _VERSION = 'adapter, number, parent, reason, created, digest, previous, details, request_key, request_body, damaged'
 _SAMPLE = [field.name for field in dataclasses.fields(SampleRecord)]
 
@@ -442,9 +452,9 @@ def put(
 
 
 def _known(row: tuple) -> Known:
-  id, owner, name, number, created, settings, digest, origin, kept_from, tag, deleted = row
+  id, owner, name, number, created, settings, digest, origin, kept_from, pinned, tag, deleted = row
   adapter = AdapterRecord(id, owner, name, number, created, json.loads(settings))
-  return Known(Head(adapter, digest, origin, kept_from), tag, bool(deleted))
+  return Known(Head(adapter, digest, origin, kept_from, json.loads(pinned)), tag, bool(deleted))
 
 
 def _known_version(row: tuple) -> KnownVersion:

@@ -7,17 +7,19 @@ rows of the database. It exists once HEAD has moved; what a process leaves that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import secrets
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import is_local, jsonable
@@ -33,15 +35,16 @@ from sdpo_jax.serving.errors import (
   Unprocessable,
   VersionConflict,
 )
-from sdpo_jax.serving.records import AdapterRecord, Reason, SampleRecord, Version
-from sdpo_jax.serving.store import store_recovery, versions
+from sdpo_jax.serving.records import AdapterRecord, OptimizerState, Reason, SampleRecord, Version
+from sdpo_jax.serving.store import optimizer_states, store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
 from sdpo_jax.serving.store.database import Database, Known, RequestRow, put
-from sdpo_jax.serving.store.versions import Arrays, Base, Head, RequestId, VersionManifest
+from sdpo_jax.serving.store.versions import Arrays, Base, BlobKey, Head, RequestId, VersionManifest
 from sdpo_jax.serving.tool_calls import flaw_of
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
+_STATES = 8  # The most adapters whose optimizer state waits to be written.
 FORGOTTEN = 7 * 86400.0  # Seconds after its expiry within which a sample is reported as gone, not as unknown.
 # Keys of feedback records whose values are users' texts, or made from these.
 TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
@@ -51,7 +54,9 @@ TEXTS = frozenset('feedback correction demonstration environment text texts mess
 class Retention:
   """What is stored, and for how long."""
 
-  keep_versions: int = 0  # How many versions to keep beside the newest one and version 0; 0: all.
+  keep_versions: int = 0  # How many versions to keep beside the newest one, version 0 and pinned ones; 0: all.
+  idle_s: float = math.inf  # Seconds after which an unchanged adapter loses its moments and all but those three.
+  moments: Literal['float32', 'bfloat16', 'none'] = 'float32'  # How moments are stored; 'none': not at all.
   request_ttl_s: float = 86400.0  # Lifetime of responses to requests with an idempotency key.
   keep_feedback_texts: bool = False  # Whether the feedback log holds users' texts.
 
@@ -107,6 +112,9 @@ class Store:
     self._under_way: set[tuple[str, str]] = set()  # (owner, key) of requests.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
+    # By the id of their adapter, the newest optimizer states that are not written yet.
+    self._states: dict[str, tuple[Version, Arrays]] = {}
+    self._writer = ThreadPoolExecutor(1, 'optimizer-states')
 
   @classmethod
   def open(
@@ -156,7 +164,8 @@ class Store:
       return store
 
   def close(self) -> None:
-    """Close the files and release the locks."""
+    """Write the optimizer states that wait, close the files and release the locks."""
+    self._writer.shutdown()
     self._held.close()
 
   def __enter__(self) -> Store:
@@ -178,13 +187,14 @@ class Store:
     owner: str,
     name: str,
     settings: Mapping[str, Any],
-    arrays: Arrays,
+    arrays: Arrays | None = None,
     *,
+    seed: int | None = None,
     reason: Reason = 'create',
     details: Mapping[str, Any] | None = None,
     request: IdempotentRequest | None = None,
   ) -> tuple[AdapterRecord, Version]:
-    """Create an adapter and its version 0.
+    """Create an adapter and its version 0, whose factors are `arrays`, or drawn from `seed` whenever they are read.
 
     Raises:
       InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or not valid UTF-8.
@@ -200,7 +210,8 @@ class Store:
       now = self.clock()
       adapter = AdapterRecord(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
       with self._alone(adapter.id):
-        return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request)
+        arrays = versions.fresh(self.base, seed) if arrays is None else arrays
+        return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request, seed)
     finally:
       with self._lock:
         self._names.discard((owner, name))
@@ -225,17 +236,20 @@ class Store:
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
   ) -> AdapterRecord:
-    """Replace the settings of an adapter.
+    """Replace the settings of an adapter; its `pinned_versions` are kept until they are pinned no more.
 
     Raises:
-      NotFound: as `adapter`.
+      NotFound: as `adapter`, or there is no such version to pin.
+      Gone: a version to pin was removed.
       VersionConflict: the adapter is at another version than `expected`.
       Damaged: its HEAD is damaged.
     """
     self._known(owner, id)
     with self._alone(id):
       head, tagged = self._head(owner, id, expected)
-      head = dataclasses.replace(head, adapter=dataclasses.replace(head.adapter, settings=jsonable(settings)))
+      pinned = {str(number): self.version(owner, id, number).digest for number in settings.get('pinned_versions', ())}
+      adapter = dataclasses.replace(head.adapter, settings=jsonable(settings))
+      head = dataclasses.replace(head, adapter=adapter, pinned=pinned)
       self._swap_head(head, tagged, request)
       return head.adapter
 
@@ -262,9 +276,8 @@ class Store:
         self.blobs.put_new(folder, {versions.TOMBSTONE: tombstone.encode()})
       store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
-        self._doubtful.pop(id, None)
-        self._lost.pop(id, None)
-        self._locks.pop(id, None)
+        for kept in (self._doubtful, self._lost, self._locks, self._states):
+          kept.pop(id, None)
 
   # Versions.
 
@@ -286,7 +299,7 @@ class Store:
       owner: the owner of the adapter.
       id: the id of the adapter.
       expected: the version that the adapter must be at.
-      arrays: the arrays of the new version.
+      arrays: the factors of the new version.
       reason: why it is made.
       details: how it was made, as JSON; numbers that are not finite become null.
       parent: the version from which it was made; None: `expected`.
@@ -319,8 +332,10 @@ class Store:
       Damaged: its manifest is damaged.
     """
     head = self._known(owner, id).head
-    if 0 < number < head.kept_from:
-      raise Gone(f'Version {number} of {id} was removed: only version 0 and those from {head.kept_from} on are kept.')
+    if 0 < number < head.kept_from and str(number) not in head.pinned:
+      raise Gone(
+        f'Version {number} of {id} was removed: version 0, those from {head.kept_from} on and pinned ones are kept.'
+      )
     if not 0 <= number <= head.adapter.head:
       raise NotFound(f'{id} has no version {short_repr(number)}: its newest is {head.adapter.head}.')
     known = self.database.version(id, number)
@@ -331,22 +346,87 @@ class Store:
     return known.manifest.version
 
   def arrays(self, version: Version) -> Arrays:
-    """Return the arrays of a version, bit for bit as they were committed.
+    """Return the factors of a version, bit for bit as they were committed.
 
     Raises:
       Damaged: one of the version's files is missing or damaged.
       NotFound: the adapter was deleted.
       Gone: the version was removed by retention.
     """
-    files = self._files(version, (versions.peft_files.WEIGHTS, versions.STATE))
+    files = self._files(version, (versions.peft_files.WEIGHTS,))
     try:
-      return versions.arrays_of(self.base, files)
+      return versions.arrays_of(self.base, *files.values())
     except ValueError as error:
       raise Damaged(f'Version {version.number} of {version.adapter} cannot be read: {error}') from error
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
     """Return the contents of a version's PEFT files by name; raises as `arrays`."""
     return self._files(version, versions.PEFT_FILES)
+
+  # Optimizer state.
+
+  def keep_optimizer_state(self, version: Version, arrays: Arrays) -> Future[None]:
+    """Store the optimizer state of a version soon, and remove that of older versions, except pinned ones.
+
+    A newer state of the adapter takes the place of one that still waits. `optimizer_state` returns those that wait; if
+    the process dies, they are lost, and learning goes on from an older one.
+
+    Args:
+      version: a committed version.
+      arrays: see `OptimizerState`.
+
+    Returns:
+      A future that is done when the state was written, or will be tried again by `retain`.
+    """
+    with self._lock:
+      self._states[version.adapter] = version, arrays
+      waiting = len(self._states)
+    done = self._writer.submit(self._write_state, version.adapter)
+    if waiting > _STATES:  # So that memory is bounded: whoever learns faster than is written waits.
+      done.result()
+    return done
+
+  def optimizer_state(self, version: Version) -> OptimizerState:
+    """Return the optimizer state from which learning from a version goes on, see `optimizer_states`."""
+    with self._lock:
+      waiting, arrays = self._states.get(version.adapter, (None, {}))
+    if waiting == version:
+      return optimizer_states.own(version, arrays)
+    lineage = self._lineage(version)
+    return optimizer_states.read(self.blobs, self.base, self._place(version.adapter)[0], lineage)
+
+  def _lineage(self, version: Version) -> list[Version]:
+    """Return a version, its parent, and so on, as far as they are stored."""
+    known, found, at = {each.number: each.manifest for each in self.database.versions(version.adapter)}, [], version.number
+    while (manifest := known.get(at)) is not None:
+      found.append(manifest.version)
+      at = found[-1].parent
+    return found
+
+  def _write_state(self, id: str) -> None:
+    """Write the optimizer state of an adapter that waits, if there is one; a failed write is tried again later."""
+    with self._lock:
+      item = self._states.get(id)
+    if item is None:
+      return
+    version, arrays = item
+    try:
+      folder, known = self._place(id)
+      optimizer_states.write(self.blobs, folder, version, arrays, self.retention.moments)
+      older = [(key, of) for key, of in self._listed(folder) if of.is_state and of.number < version.number]
+      self.blobs.delete([key for key, of in older if str(of.number) not in known.head.pinned], folder)
+      if self.database.known(id) is None:  # It was deleted meanwhile.
+        self.blobs.delete([key for key, of in self._listed(folder) if of.is_state], folder.rpartition('/')[0])
+    except (NotFound, FileNotFoundError):  # The adapter or the version was removed.
+      pass
+    except Exception:
+      _logger.exception('The optimizer state of %s could not be stored yet; it is tried again.', version.engine_name)
+      return
+    with self._lock:
+      if self._states.get(id) is item:
+        del self._states[id]
+
+  # Retention.
 
   def retain(self, now: float | None = None) -> Retained:
     """Remove what the retention settings no longer keep, and continue interrupted deletions.
@@ -359,11 +439,13 @@ class Store:
     for id in list(self._doubtful):
       with self._alone(id), contextlib.suppress(Damaged):
         self._settle(id)
-    for known in self.database.all_known() if self.retention.keep_versions else ():
-      adapter = known.head.adapter
+    for id in list(self._states):
+      self._writer.submit(self._write_state, id)
+    idle = now - self.retention.idle_s
+    for adapter in self.database.to_shrink(self.retention.keep_versions, idle):
       # Skip adapters that were deleted, changed meanwhile, or are damaged.
       with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):
-        removed += self._keep_newest(adapter)
+        removed += self._shrink(adapter, idle)
     with self.database.writing() as rows:
       samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
       requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
@@ -371,23 +453,40 @@ class Store:
       self.database.truncate_log()
     return Retained(removed, samples, requests)
 
-  def _keep_newest(self, adapter: AdapterRecord) -> int:
-    """Remove the oldest versions of an adapter, but never version 0; return how many were removed."""
-    known = self._known(adapter.owner, adapter.id).head
-    adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
-    if first <= known.kept_from:
-      return 0
+  def _shrink(self, adapter: AdapterRecord, idle: float) -> int:
+    """Remove what retention no longer keeps of an adapter; return how many versions were removed.
+
+    Args:
+      adapter: the adapter.
+      idle: seconds since the epoch; if its newest version is older, that loses its moments, and others are removed.
+    """
     head, tagged = self._head(adapter.owner, adapter.id, adapter.head)
-    self._swap_head(dataclasses.replace(head, kept_from=first), tagged, None)
-    folder = versions.adapter_folder(adapter.owner, adapter.id)
-    keys = [(entry.key, versions.parse_key(entry.key)) for entry in self.blobs.list(f'{folder}/versions')]
-    old = [(key, found) for key, found in keys if found is not None and found.number and found.number < first]
+    newest, keep = self.version(adapter.owner, adapter.id, adapter.head), self.retention.keep_versions
+    is_idle = newest.created <= idle
+    kept = 0 if is_idle else keep or adapter.head
+    if (first := adapter.head - kept) > head.kept_from:
+      head = dataclasses.replace(head, kept_from=first)
+      self._swap_head(head, tagged, None)
+    first = head.kept_from
+    folder, _ = self._place(adapter.id)
+    listed = [(key, of) for key, of in self._listed(folder) if str(of.number) not in head.pinned]
+    old = [(key, of) for key, of in listed if 0 < of.number < first]
+    moments = [key for key, _ in listed if key.endswith(versions.MOMENTS)] if is_idle else []
     try:
-      self.blobs.delete([key for key, _ in old], folder)
+      self.blobs.delete({*moments, *(key for key, _ in old)}, folder)
     except StorageFailed:
       self._doubt(adapter.owner, adapter.id)  # The remaining blobs are garbage, which `_settle` removes.
       raise
-    return len({found.version for _, found in old})
+    if is_idle:
+      with self.database.writing() as rows:
+        put(rows, 'shrunk', {'adapter': adapter.id, 'head': adapter.head}, conflict='REPLACE')
+    return len({of.version for _, of in old})
+
+  def _listed(self, folder: str) -> Iterator[tuple[str, BlobKey]]:
+    """Yield the keys of the versions of the adapter in a folder, with their parts."""
+    for entry in self.blobs.list(f'{folder}/versions'):
+      if (of := versions.parse_key(entry.key)) is not None:
+        yield entry.key, of
 
   # Making versions and moving HEAD.
 
@@ -401,8 +500,9 @@ class Store:
     reason: Reason,
     details: Mapping[str, Any],
     request: IdempotentRequest | None,
+    seed: int | None = None,
   ) -> Version:
-    """Write the next version of an adapter, and move HEAD from `before` to it."""
+    """Write the next version of an adapter, and move HEAD from `before` to it; files with a seed are not written."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
     manifest, content = versions.make_manifest(
@@ -415,10 +515,11 @@ class Store:
       details=details,
       request=None if request is None else request.id,
       files=files,
+      seed=seed,
     )
     place = f'{folder}/versions/{manifest.folder}'
     try:
-      self.blobs.put_new(place, files, last={versions.MANIFEST: content})
+      self.blobs.put_new(place, files if seed is None else {}, last={versions.MANIFEST: content})
       with self.database.writing(full=True) as rows:
         intent = {'adapter': adapter.id, 'folder': folder, 'version': manifest.folder}
         put(rows, 'intents', intent, conflict='REPLACE')
@@ -426,7 +527,10 @@ class Store:
       self._discard(adapter.id, folder, manifest)
       raise
     digest = manifest.version.digest
-    head = Head(adapter, digest, *((digest,) if before is None else (before.origin, before.kept_from)))
+    if before is None:
+      head = Head(adapter, digest, digest)
+    else:
+      head = dataclasses.replace(before, adapter=adapter, digest=digest)
     self._swap_head(head, tagged, request, manifest)
     return manifest.version
 
@@ -480,7 +584,7 @@ class Store:
 
   def _discard(self, id: str, folder: str, manifest: VersionManifest) -> None:
     """Remove the files of an uncommitted version; the next start removes what cannot be removed now."""
-    names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
+    names = (*versions.PEFT_FILES, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     with contextlib.suppress(StorageFailed):
       self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)
@@ -505,17 +609,21 @@ class Store:
     return head, tagged
 
   def _files(self, version: Version, names: tuple[str, ...]) -> dict[str, bytes]:
-    known = self.database.known(version.adapter)
-    if known is None or known.deleted:
-      raise NotFound(f'There is no adapter {version.adapter}.')
-    owner = known.head.adapter.owner
-    folder = versions.adapter_folder(owner, version.adapter)
+    folder, known = self._place(version.adapter)
     try:
       manifest = versions.read_manifest(self.blobs, folder, version.number, version.digest)
-      return versions.read_files(self.blobs, folder, manifest, names)
+      return versions.read_files(self.blobs, self.base, folder, manifest, names)
     except Damaged:
-      self.version(owner, version.adapter, version.number)  # Raises Gone if retention has removed it meanwhile.
+      # Raises Gone if retention has removed it meanwhile.
+      self.version(known.head.adapter.owner, version.adapter, version.number)
       raise
+
+  def _place(self, id: str) -> tuple[str, Known]:
+    """Return the folder and the database entry of an adapter of any owner; raises NotFound if there is none."""
+    known = self.database.known(id)
+    if known is None or known.deleted:
+      raise NotFound(f'There is no adapter {id}.')
+    return versions.adapter_folder(known.head.adapter.owner, id), known
 
   # Entries of the database, which are in doubt after a failed write.
 
@@ -710,6 +818,11 @@ def _identify(blobs: Blobs, base: Base) -> str:
   try:
     values = json.loads(content.content)
     root, found = values['root'], values['base']
+    if values['format'] == 1:
+      raise UserError(
+        f'serve.store.root={blobs.name} was written by an earlier version of sdpo_jax, in another format: export its '
+        'adapters with that version and import them here, in another root.'
+      )
     if values['format'] != versions.FORMAT or not isinstance(root, str):
       raise ValueError('it has another format')
   except (ValueError, KeyError, TypeError) as error:

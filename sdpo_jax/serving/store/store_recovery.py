@@ -69,7 +69,7 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
   for known in database.all_known():
     adapter = known.head.adapter
     places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
-  lost = _put_right(blobs, database, places.values(), now)
+  lost = _put_right(blobs, database, places.values(), now, writing=False)
   with database.writing(full=True) as rows:
     database.drop_open_requests(rows)
   return lost
@@ -82,7 +82,7 @@ def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -
     Damaged: its HEAD cannot be read, and the database does not know it.
   """
   place = _places(blobs, folder).get(id, _Place(folder, id))
-  for _, why in _put_right(blobs, database, [place], now).values():
+  for _, why in _put_right(blobs, database, [place], now, writing=True).values():
     raise Damaged(why)
 
 
@@ -128,8 +128,18 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
   return places
 
 
-def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
-  """Bring the database in line with the files of adapters; returns as `recover`."""
+def _put_right(
+  blobs: Blobs, database: Database, places: Iterable[_Place], now: float, *, writing: bool
+) -> dict[str, tuple[str, str]]:
+  """Bring the database in line with the files of adapters; returns as `recover`.
+
+  Args:
+    blobs: the blobs of the root.
+    database: the database of the root.
+    places: the files, by adapter.
+    now: seconds since the epoch.
+    writing: whether this process may be writing optimizer states.
+  """
   intents = database.intents()
   damaged = database.damaged()
   lost: dict[str, tuple[str, str]] = {}
@@ -174,7 +184,8 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
   if news:
     _note(database, news)
   for place in kept:
-    _remove_garbage(blobs, database, place, {intents[place.id]} if place.id in intents else set(), now)
+    ours = {intents[place.id]} if place.id in intents else set()
+    _remove_garbage(blobs, database, place, ours, now, writing=writing)
   stale = intents.keys() & {place.id for place in kept}
   if stale:
     with database.writing(full=True) as rows:
@@ -202,11 +213,12 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
   }
   manifests: dict[int, VersionManifest] = {}
   damaged: dict[int, str] = {}
-  numbers = [*range(head.adapter.head, max(head.kept_from, 1) - 1, -1), 0]
+  pinned = [number for number in map(int, head.pinned) if 0 < number < head.kept_from]
+  numbers = [*range(head.adapter.head, max(head.kept_from, 1) - 1, -1), *pinned, 0]
   digest: str | None = head.digest
   for number in numbers:
-    if number == 0:
-      digest = head.origin
+    if number == 0 or number < head.kept_from:
+      digest = head.origin if number == 0 else head.pinned[str(number)]
     try:
       manifest = before.get(digest) or _manifest(blobs, place, number, digest)
       manifests[number], digest = manifest, manifest.previous
@@ -251,8 +263,10 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
       database.drop_intent(rows, adapter.id)
 
 
-def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float) -> None:
-  """Remove the remains of unfinished commits.
+def _remove_garbage(
+  blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float, *, writing: bool
+) -> None:
+  """Remove the remains of unfinished writes.
 
   In an object store, other processes may be committing: there only versions in `ours`, begun by processes with this
   database, are removed at once, and others after `ABANDONED` seconds.
@@ -271,7 +285,9 @@ def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[s
     and key.version not in names
     and key.number not in unclear
     and (alone or key.version in ours or modified < now - ABANDONED)
+    or key.is_partial
+    and not writing
   ]
   if garbage:
-    _logger.info('%s/%s: %d files of unfinished commits are removed.', blobs.name, place.folder, len(garbage))
+    _logger.info('%s/%s: %d files of unfinished writes are removed.', blobs.name, place.folder, len(garbage))
     blobs.delete(garbage, place.folder if known is not None else place.folder.rpartition('/')[0])

@@ -4,16 +4,16 @@
   users/OWNER/adapters/ID/TOMBSTONE                               marks a deleted adapter
   users/OWNER/adapters/ID/versions/NUMBER-DIGEST/manifest.json    the version, and the digests of its files
                                                 /adapter_config.json, adapter_model.safetensors    as PEFT reads them
-                                                /train_state.safetensors    moments, count, average
+                                                /moments.safetensors, average.safetensors    see `optimizer_states`
 
 OWNER is a digest, since owners are arbitrary strings. A version belongs to an adapter if HEAD, or the manifest of the
-next version, has the digest of its manifest. All other files are remains of unfinished commits.
+next version, has the digest of its manifest. All other files are remains of unfinished commits. A version whose
+manifest has a seed has no files for PEFT: they are drawn again when they are read.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -27,23 +27,21 @@ import safetensors
 import safetensors.numpy
 
 from sdpo_jax.errors import first_line
-from sdpo_jax.files import jsonable
+from sdpo_jax.files import PARTIAL, jsonable
 from sdpo_jax.models import parameters
 from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.records import AdapterRecord, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
-# Arrays of a version by their names in the engine: factors/…, mu/…, nu/…, average/…, count.
-Arrays = Mapping[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]  # The factors of a version by their names in the engine, factors/….
 
-FORMAT = 1
-BASE, HEAD, TOMBSTONE, MANIFEST, STATE = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json', 'train_state.safetensors'
+FORMAT = 2
+BASE, HEAD, TOMBSTONE, MANIFEST = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json'
+MOMENTS, AVERAGE = 'moments.safetensors', 'average.safetensors'
 PEFT_FILES = (peft_config.FILE, peft_files.WEIGHTS)
-_FACTORS, _KINDS, _COUNT = 'factors', ('mu', 'nu', 'average'), 'count'
 _ADAPTER_KEY = re.compile(r'users/([0-9a-f]{32})/adapters/([0-9a-z-]+)/(.+)')
-_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # Unfinished files of `files.write_atomically`.
-_VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:json|safetensors))')
+_VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/(.+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +55,6 @@ class Base(peft_files.AdapterBase):
     return [(peft_files.stored_name(row, layer, self.prefix), row, layer) for row, layer in held]
 
   @functools.cached_property
-  def partly_held(self) -> Set[str]:
-    """The names of those arrays of factors that some layers do not have."""
-    layers = collections.Counter(row.name for _, row, _ in self.tensors)
-    return {f'{_FACTORS}/{row.name}' for row in self.rows if layers[row.name] < row.layers}
-
-  @functools.cached_property
   def described(self) -> Mapping[str, Any]:
     """The properties that adapters of a root share, as JSON; without the model's path, since it may move."""
     config = {key: value for key, value in self.config.items() if key != 'base_model_name_or_path'}
@@ -70,9 +62,8 @@ class Base(peft_files.AdapterBase):
 
   @functools.cached_property
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the arrays of a version, by name; all are float32 except the count, int32."""
-    kinds = (_FACTORS, *_KINDS)
-    return {f'{kind}/{row.name}': row.shape for kind in kinds for row in self.rows} | {_COUNT: ()}
+    """The shapes of the factors of a version, float32, by name."""
+    return {f'factors/{row.name}': row.shape for row in self.rows}
 
 
 def adapter_folder(owner: str, adapter: str) -> str:
@@ -91,6 +82,16 @@ class BlobKey:
   version: str | None = None  # The folder name of the version; None: the blob is not of a version.
   number: int | None = None
 
+  @property
+  def is_partial(self) -> bool:
+    """Whether the blob is an unfinished write of another one."""
+    return PARTIAL.fullmatch(self.rest.rpartition('/')[2]) is not None
+
+  @property
+  def is_state(self) -> bool:
+    """Whether the blob is a part of an optimizer state."""
+    return self.rest.endswith((f'/{MOMENTS}', f'/{AVERAGE}'))
+
 
 def parse_key(key: str) -> BlobKey | None:
   """Return the parts of a key; None: it does not have this layout."""
@@ -98,10 +99,10 @@ def parse_key(key: str) -> BlobKey | None:
   if found is None:
     return None
   folder, rest = key.removesuffix(f'/{found[3]}'), found[3]
-  if rest in (HEAD, TOMBSTONE) or _PARTIAL.fullmatch(rest):
+  if rest in (HEAD, TOMBSTONE) or PARTIAL.fullmatch(rest):
     return BlobKey(folder, found[2], rest)
   version = _VERSION_KEY.fullmatch(rest)
-  if version is None or version[4] not in (MANIFEST, STATE, *PEFT_FILES):
+  if version is None or not (version[4] in (MANIFEST, MOMENTS, AVERAGE, *PEFT_FILES) or PARTIAL.fullmatch(version[4])):
     return None
   return BlobKey(folder, found[2], rest, version[1], int(version[2]))
 
@@ -115,50 +116,50 @@ def version_folder(number: int, digest: str) -> str:
 
 
 def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
-  """Serialize the arrays of a version as its files, by name, without the manifest.
+  """Serialize the factors of a version as PEFT's files, by name.
 
   Raises:
     ValueError: the arrays do not have the shape of adapters of this base.
   """
-  wrong = {name for name in base.shapes.keys() | arrays.keys() if not _fits(base, name, arrays.get(name))}
-  if wrong:
-    raise ValueError(f'The arrays {sorted(wrong)[:3]} do not have the names or shapes of adapters of this base.')
-  tensors = {name: row.to_huggingface(arrays[f'{_FACTORS}/{row.name}'][layer]) for name, row, layer in base.tensors}
-  state = {name: np.asarray(arrays[name], order='C') for name in base.shapes if not name.startswith(f'{_FACTORS}/')}
-  # If some layers have no factors of a matrix, PEFT's files do not hold its whole array.
-  state |= {name: np.asarray(arrays[name], order='C') for name in base.partly_held}
+  check_arrays(base.shapes, arrays)
+  tensors = {name: row.to_huggingface(arrays[f'factors/{row.name}'][layer]) for name, row, layer in base.tensors}
   return {
     peft_config.FILE: (json.dumps(base.config, indent=2) + '\n').encode(),
     peft_files.WEIGHTS: safetensors.numpy.save(tensors, {'format': 'pt'}),
-    STATE: safetensors.numpy.save(state),
   }
 
 
-def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-  """Read the arrays of a version from its files, bit for bit as `files_of` has stored them.
+def arrays_of(base: Base, weights: bytes) -> dict[str, np.ndarray]:
+  """Read the factors of a version from PEFT's weights, bit for bit as `files_of` has stored them.
+
+  Layers without factors of a matrix have zeros, as `peft_files.fresh` gives them.
 
   Raises:
-    ValueError: the files hold other arrays, or are not valid safetensors files.
+    ValueError: the file holds other arrays, or is not a valid safetensors file.
   """
+  found = {name: np.zeros(shape, np.float32) for name, shape in base.shapes.items()}
   try:
-    tensors, found = (safetensors.numpy.load(files[name]) for name in (peft_files.WEIGHTS, STATE))
-  except safetensors.SafetensorError as error:
-    raise ValueError(first_line(error)) from error
-  layers: dict[str, list[np.ndarray]] = {}
-  for name, row, _ in base.tensors:
-    if f'{_FACTORS}/{row.name}' not in base.partly_held:
+    tensors = safetensors.numpy.load(weights)
+    for name, row, layer in base.tensors:
       whole = tuple((0, size) for size in row.shape[1:])
-      layers.setdefault(f'{_FACTORS}/{row.name}', []).append(row.from_huggingface(tensors[name], whole))
-  found = {name: found.get(name) if name not in layers else np.stack(layers[name]) for name in base.shapes}
-  wrong = [name for name, array in found.items() if not _fits(base, name, array)]
-  if wrong:
-    raise ValueError(f'The arrays {wrong[:3]} are missing, or belong to another base.')
+      found[f'factors/{row.name}'][layer] = row.from_huggingface(tensors[name], whole)
+  except (safetensors.SafetensorError, KeyError) as error:
+    raise ValueError(first_line(error)) from error
   return found
 
 
-def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
-  dtype = np.int32 if name == _COUNT else np.float32
-  return array is not None and array.shape == base.shapes.get(name) and array.dtype == dtype
+def fresh(base: Base, seed: int) -> dict[str, np.ndarray]:
+  """Return the factors of a version that does not change the model; a seed always gives the same."""
+  tree = peft_files.fresh(base.adapter, base.rows, seed)
+  return {f'factors/{row.name}': parameters.get(tree, row.path) for row in base.rows}
+
+
+def check_arrays(shapes: Mapping[str, tuple[int, ...]], arrays: Arrays) -> None:
+  """Raise ValueError unless arrays have these names and shapes, and are float32."""
+  found = {name: array.shape for name, array in arrays.items() if array.dtype == np.float32}
+  wrong = {name for name in shapes.keys() | arrays.keys() if found.get(name) != shapes.get(name)}
+  if wrong:
+    raise ValueError(f'The arrays {sorted(wrong)[:3]} do not have the names or shapes of adapters of this base.')
 
 
 # The manifest of a version.
@@ -180,6 +181,7 @@ class VersionManifest:
   previous: str | None  # The digest of the previous version's manifest; None: it is the first version.
   request: RequestId | None  # The request that made it; None: it had no idempotency key.
   files: Mapping[str, str]  # The SHA-256 of each file, by name.
+  seed: int | None = None  # The seed from which the files are drawn when they are read; None: they are stored.
 
   @property
   def folder(self) -> str:
@@ -198,6 +200,7 @@ def make_manifest(
   details: Mapping[str, Any],
   request: RequestId | None,
   files: Mapping[str, bytes],
+  seed: int | None,
 ) -> tuple[VersionManifest, bytes]:
   """Make the manifest of a new version; return it with its serialized content, which a nonce makes unique."""
   values = {
@@ -211,6 +214,7 @@ def make_manifest(
     'details': jsonable(details),
     'request': None if request is None else dataclasses.asdict(request),
     'files': {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+    'seed': seed,
     'nonce': secrets.token_hex(8),
   }
   content = _json(values)
@@ -238,16 +242,19 @@ def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Versio
   return _manifest(values, found)
 
 
-def read_files(blobs: Blobs, folder: str, manifest: VersionManifest, names: tuple[str, ...]) -> dict[str, bytes]:
+def read_files(
+  blobs: Blobs, base: Base, folder: str, manifest: VersionManifest, names: tuple[str, ...]
+) -> dict[str, bytes]:
   """Read files of a version of the adapter in this folder; return their contents by name.
 
   Raises:
     Damaged: a file is missing or differs from its digest in the manifest.
   """
   found = {}
+  drawn = None if manifest.seed is None else files_of(base, fresh(base, manifest.seed))
   for name in names:
     key = f'{folder}/versions/{manifest.folder}/{name}'
-    found[name] = _get(blobs, key)
+    found[name] = _get(blobs, key) if drawn is None else drawn[name]
     if hashlib.sha256(found[name]).hexdigest() != manifest.files.get(name):
       raise Damaged(f'{blobs.name}/{key} is damaged: {_WAY_OUT}.')
   return found
@@ -267,7 +274,7 @@ def _manifest(values: Mapping[str, Any], digest: str) -> VersionManifest:
   names = ('adapter', 'number', 'parent', 'reason', 'created', 'details')
   version = Version(digest=digest, **{name: values[name] for name in names})
   request = None if values['request'] is None else RequestId(**values['request'])
-  return VersionManifest(version, values['previous'], request, values['files'])
+  return VersionManifest(version, values['previous'], request, values['files'], values['seed'])
 
 
 # The HEAD of an adapter.
@@ -280,7 +287,8 @@ class Head:
   adapter: AdapterRecord
   digest: str  # Digest of the manifest of its newest version.
   origin: str  # Digest of the manifest of version 0, which is never removed.
-  kept_from: int = 1  # The versions after 0 and before this one were removed.
+  kept_from: int = 1  # The versions after 0 and before this one were removed, except pinned ones.
+  pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Digests of manifests by number, in decimal.
 
 
 def tag_of(content: bytes) -> str:
@@ -309,7 +317,7 @@ def read_head(content: bytes, name: str, folder: str) -> Head:
   digest = values.pop('sha256', None)
   try:
     adapter = AdapterRecord(**values['adapter'])
-    head = Head(adapter, values['digest'], values['origin'], values['kept_from'])
+    head = Head(adapter, values['digest'], values['origin'], values['kept_from'], values['pinned'])
     known = values['format'] == FORMAT and digest == hashlib.sha256(_json(values)).hexdigest()
     known = known and adapter_folder(adapter.owner, adapter.id) == folder
   except (TypeError, KeyError):

@@ -39,9 +39,22 @@ def tiny_base(rank=2, targets=('attention.query', 'layers.1.mlp.down'), **sizes)
 
 @functools.cache
 def arrays(seed: int, rank: int = 2) -> dict[str, np.ndarray]:
-  """Arrays of a version, all random."""
+  """Factors of a version, random in all layers that have them."""
   draw = np.random.default_rng(seed)
   found = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in tiny_base(rank).shapes.items()}
+  for name in found:
+    if 'layers.mlp.down' in name:
+      found[name][0] = 0
+  return found
+
+
+@functools.cache
+def state(seed: int, average: bool = True) -> dict[str, np.ndarray]:
+  """An optimizer state, all random."""
+  draw = np.random.default_rng([seed, 1])
+  kinds = ('mu', 'nu', 'average')[: 2 + average]
+  shapes = {f'{kind}/{name.partition("/")[2]}': shape for kind in kinds for name, shape in tiny_base().shapes.items()}
+  found = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
   return found | {'count': np.asarray(seed, np.int32)}
 
 

@@ -15,10 +15,13 @@ import pathlib
 import sys
 import threading
 
+import numpy as np
+
 from sdpo_jax.serving.errors import VersionConflict
+from sdpo_jax.serving.records import Version
 from sdpo_jax.serving.store.store import IdempotentRequest, Retention, Store
 from tests import file_operations
-from tests.serving.store.store_cases import arrays, open_store
+from tests.serving.store.store_cases import arrays, open_store, state
 
 RETENTION = Retention(keep_versions=2)
 KEY, BODY = 'a key', 'a body'
@@ -37,8 +40,21 @@ def state_of(store: Store) -> dict[str, dict]:
         'head': adapter.head,
         'settings': dict(adapter.settings),
         'versions': {str(version.number): [version.digest, version.details['seed']] for version in known},
+        'state of': state_of_newest(store, known),
       }
   return found
+
+
+def state_of_newest(store: Store, known: list[Version]) -> list[int | None]:
+  """Return of which versions the optimizer state of the newest one is, after comparing it with what was given."""
+  found = store.optimizer_state(known[-1])
+  seeds = {version.number: version.details['seed'] for version in known}
+  for number, kinds in ((found.moments_of, ('mu', 'nu', 'count')), (found.average_of, ('average',))):
+    names = [name for name in found.arrays if name.partition('/')[0] in kinds]
+    assert bool(names) == (number is not None)
+    for name in names:
+      np.testing.assert_array_equal(found.arrays[name], state(seeds[number])[name])
+  return [found.moments_of, found.average_of]
 
 
 def ask(store: Store, adapter: str, expected: int) -> int:
@@ -58,8 +74,11 @@ def history(store: Store, told) -> None:
   def commit(owner, adapter, **more):
     head, seed = store.adapter(owner, adapter.id).head, next(counter)
     more = {'reason': 'feedback', 'details': {'seed': seed}} | more
-    store.commit(owner, adapter.id, head, arrays(more['details']['seed']), **more)
+    made = store.commit(owner, adapter.id, head, arrays(more['details']['seed']), **more)
     told(state_of(store))
+    if made.reason == 'feedback':
+      store.keep_optimizer_state(made, state(more['details']['seed'])).result()
+      told(state_of(store))
 
   def create(owner, name, seed, **more):
     adapter, _ = store.create(owner, name, {'step': 0}, arrays(seed), details={'seed': seed}, **more)
@@ -74,6 +93,9 @@ def history(store: Store, told) -> None:
   commit('ada', mine, reason='undo', details={'seed': 100}, parent=0)
   create('ada', 'fork', 12, reason='fork')
   store.change_settings('ada', mine.id, 3, {'step': 1})
+  told(state_of(store))
+  commit('ada', mine)
+  store.change_settings('ada', mine.id, 4, {'pinned_versions': [2, 4]})
   told(state_of(store))
   commit('ada', mine)
   store.retain()

@@ -40,7 +40,7 @@ def test_another_machine_goes_on_from_the_root(server, tmp_path):
     for version, seed in ((first, 0), (second, 1)):
       assert_same(store.arrays(version), arrays(seed))
   assert {name.split('/')[0:2] == ['some', 'prefix'] for name in server.objects} == {True}
-  assert len(server.objects) == 1 + 1 + 2 * 4 + 1  # BASE, HEAD, two versions, a tombstone.
+  assert len(server.objects) == 1 + 1 + 2 * 3 + 1  # BASE, HEAD, two versions, a tombstone.
 
 
 def test_an_answer_that_is_lost_makes_nothing_twice_and_loses_nothing(server, tmp_path):
@@ -122,7 +122,7 @@ def test_of_two_processes_that_commit_at_once_one_loses(server, tmp_path):
       server.disturb = lambda *_: None
       assert error.value.current == 1 and one.versions('ada', adapter.id)[1:] == made
       assert_same(one.arrays(made[0]), arrays(1))
-      assert len(server.objects) == 1 + 1 + 2 * 4
+      assert len(server.objects) == 1 + 1 + 2 * 3
       other.delete('ada', adapter.id)
       with pytest.raises(NotFound):
         one.change_settings('ada', adapter.id, 1, {})
