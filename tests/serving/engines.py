@@ -10,6 +10,7 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, UpdateOptions
 from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
+from sdpo_jax.serving.records import optimizer_name
 from tests.letters import CONFIG, TOKENIZER
 
 SETTINGS = EngineSettings(
@@ -63,5 +64,6 @@ def feedback(version, new, seed=0, **changes):
 
 def put(worker, version, arrays):
   """Give the engine of a worker a version that only it has, as one has it that was just learned."""
-  worker._engine.restore(version, arrays)  # noqa: SLF001 (Requests only make versions by learning.)
-  worker._own.add(version)  # noqa: SLF001
+  for name, each in ((version, arrays), (optimizer_name(version), {})):
+    worker._engine.restore(name, each)  # noqa: SLF001 (Requests only make versions by learning.)
+    worker._own.add(name)  # noqa: SLF001

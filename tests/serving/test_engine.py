@@ -21,7 +21,7 @@ from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import lessons, shelf
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.kept_programs import KeptPrograms
-from sdpo_jax.serving.records import BASE
+from sdpo_jax.serving.records import BASE, optimizer_name
 from sdpo_jax.serving.shelf import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
 from tests.letters import CONFIG, TOKENIZER
@@ -155,24 +155,26 @@ def test_a_version_is_its_own_teacher_unless_another_is_named(model, tmp_path):
 def test_a_version_is_restored_as_it_was(model, tmp_path):
   one, other = start(model, tmp_path / 'a', 2), start(model, tmp_path / 'b', 0)
   one.learn([feedback('0@0', '0@1', teacher='average')])
-  state = one.state('0@1')
-  assert sum(array.nbytes for array in state.values()) == one.version_bytes
-  assert not any(array.flags.writeable for array in state.values())
-  other.restore('x@7', {name: array.copy() for name, array in state.items()})
+  for name in ('0@1', optimizer_name('0@1')):
+    arrays = one.arrays(name)
+    assert sum(array.nbytes for array in arrays.values()) == one.bytes_of(name)
+    assert not any(array.flags.writeable for array in arrays.values())
+    other.restore(name.replace('0@1', 'x@7'), {name: array.copy() for name, array in arrays.items()})
+  state = arrays
   for engine, names in ((one, ('0@1', '0@2')), (other, ('x@7', 'x@8'))):
     engine.learn([feedback(*names, seed=1)])
-  for name, array in one.state('0@2').items():
-    np.testing.assert_array_equal(array, other.state('x@8')[name])
+  for name in ('0@2', optimizer_name('0@2')):
+    for key, array in one.arrays(name).items():
+      np.testing.assert_array_equal(array, other.arrays(name.replace('0@2', 'x@8'))[key])
   assert fingerprint(one, '0@2') == fingerprint(other, 'x@8')
   fresh = other.fresh(3)
   other.create('new@0', seed=3)
-  for name, array in other.state('new@0').items():
+  for name, array in other.arrays('new@0').items():
     np.testing.assert_array_equal(array, fresh[name])
-  assert not any(array.flags.writeable for array in fresh.values())
   name = next(name for name in state if name.startswith('nu/'))
   for change, said in (
-    ({name: None}, f'x@9 lacks {name}'),
-    ({'more': np.zeros(1)}, 'x@9 also holds more'),
+    ({name: None}, f'x@9.optimizer lacks {name}'),
+    ({'more': np.zeros(1)}, 'x@9.optimizer also holds more'),
     ({name: state[name][:0]}, 'of shape'),
     ({name: np.float64(state[name])}, 'is float64 of'),
     ({name: state[name] - 1}, 'negative'),
@@ -182,14 +184,44 @@ def test_a_version_is_restored_as_it_was(model, tmp_path):
   ):
     arrays = {key: value for key, value in {**state, **change}.items() if value is not None}
     with pytest.raises(UserError, match=said):
-      other.restore('x@9', arrays)
-  assert 'x@9' not in other
+      other.restore(optimizer_name('x@9'), arrays)
+  with pytest.raises(UserError, match='lacks factors/'):
+    other.restore('x@9', state)
+  assert 'x@9' not in other and optimizer_name('x@9') not in other
   with pytest.raises(ValueError, match='exists already'):
-    other.restore('x@8', state)
+    other.restore('x@8', one.arrays('0@2'))
   other.drop('x@8')
-  assert 'x@8' not in other
-  other.restore('x@8', one.state('0@2'))
+  assert 'x@8' not in other and optimizer_name('x@8') in other
+  other.restore('x@8', one.arrays('0@2'))
   assert fingerprint(other, 'x@8') == fingerprint(one, '0@2')
+
+
+def test_what_a_state_leaves_out_is_zero_or_the_factors(model, tmp_path):
+  """A version without a state, one with an empty state and one with zeros learn alike, with an average or without."""
+  engine = start(model, tmp_path, 3)
+  factors = engine.arrays('0@0')
+  zeros = {
+    name.replace('factors', kind): np.zeros_like(array) for kind in ('mu', 'nu') for name, array in factors.items()
+  }
+  average = {name.replace('factors', 'average'): array for name, array in factors.items()}
+  for name, state in (
+    ('none', None),
+    ('empty', {}),
+    ('zeros', zeros | {'count': np.zeros((), np.int32)}),
+    ('average', average),
+    ('whole', zeros | average | {'count': np.zeros((), np.int32)}),
+  ):
+    engine.restore(name, factors)
+    if state is not None:
+      engine.restore(optimizer_name(name), state)
+    engine.learn([feedback(name, f'{name}@1', teacher='average')])
+    for of in (str, optimizer_name):
+      for key, array in engine.arrays(of('none@1')).items():
+        np.testing.assert_array_equal(engine.arrays(of(f'{name}@1'))[key], array)
+  engine.learn([feedback('none@1', 'none@2', average_rate=None)])
+  assert {name.partition('/')[0] for name in engine.arrays(optimizer_name('none@2'))} == {'mu', 'nu', 'count'}
+  engine.forget('none@2')
+  assert 'none@2' not in engine and optimizer_name('none@2') not in engine
 
 
 def test_the_base_scores_as_the_model_without_an_adapter(model, tmp_path):
@@ -346,7 +378,7 @@ def test_another_model_teaches_as_it_does_from_elsewhere(model, tmp_path):
 
 @pytest.mark.parametrize('loss', [Sdpo(topk=8), Sdpo(alpha=0.0, topk=3), Sdpo(alpha=1.0, topk=8), JsdPg(alpha=0.3)])
 def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
-  """No feedback: advantages, divergence, loss and gradient are 0 to the bit, and so the factors stay."""
+  """No feedback: advantages, divergence, loss and gradient are 0 to the bit, and so there is no new version."""
   policy, base = model
   still = AdamW(weight_decay=0.0)
   each = lesson(0)
@@ -354,9 +386,9 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
 
   def learned(engine, version, teacher, lesson=plain):
     [came] = engine.learn([Feedback(version, 'new', [lesson], UpdateOptions(loss, still, steps=2), teacher)])
-    before, after = engine.factors(version), engine.factors('new')
+    assert came.unchanged == ('new' not in engine)
     engine.forget('new')
-    return came, before, after
+    return came
 
   # Whatever lengths prompts are padded to; and with states of programs that pad them alike.
   apart, alike = start(model, tmp_path / 'apart'), start(model, tmp_path / 'alike', teacher_buckets=(8,))
@@ -368,15 +400,14 @@ def test_a_teacher_that_agrees_teaches_exactly_nothing(model, tmp_path, loss):
     (alike, 'fresh', 'base'),
     (alike, '1@0', 'version:1@0'),
   ):
-    came, before, after = learned(engine, version, teacher)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    came = learned(engine, version, teacher)
     [said] = came.said
     assert not said.advantages.any() and not said.divergence.any(), teacher
     np.testing.assert_array_equal(said.teacher_log_probs, said.log_probs_before)
     for step in came.steps:
       assert step['loss'] == step['pg_loss'] == step['jsd_reg'] == step['grad_norm'] == 0.0, teacher
   # With the feedback in its context it teaches.
-  assert learned(apart, '0@0', 'live', each)[0].steps[0]['grad_norm'] > 1e-3
+  assert learned(apart, '0@0', 'live', each).steps[0]['grad_norm'] > 1e-3
 
 
 @pytest.mark.parametrize('loss', [Sdpo(topk=8), JsdPg()])
@@ -441,7 +472,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
     (lambda: engine.learn([feedback('0@0', 'x', teacher='given')]), "only teacher='given' takes"),
     (lambda: engine.learn([feedback('0@0', 'x', teacher='endpoint')]), 'teacher must be'),
     (lambda: engine.put(BASE, random_factors(model[0], 0)), 'needs a name'),
-    (lambda: engine.restore(BASE, engine.state('0@0')), 'needs a name'),
+    (lambda: engine.restore(BASE, engine.arrays('0@0')), 'needs a name'),
     (lambda: engine.submit('0@0', [99], n=1, seed=0, step=0, max_tokens=1), 'token'),
     (lambda: engine.submit('0@0', [[3]], n=1, seed=0, step=0, max_tokens=1), 'token'),
     (lambda: engine.score('0@0', [([1], [2])], ids=[np.zeros((2, 1), np.int32)]), 'one row for each'),
@@ -476,7 +507,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(model, tmp_path):
   nan = jax.tree.map(lambda leaf: leaf * np.nan, random_factors(model[0], 0))
   with pytest.raises(UserError, match='not finite'):
     engine.put('n@0', nan)
-  with pytest.raises(UserError, match='has the shape'):
+  with pytest.raises(UserError, match='of shape .* but the engine serves'):
     engine.put('n@0', jax.tree.map(lambda leaf: leaf[..., :1], random_factors(model[0], 0)))
   engine.forget('0@0')
   assert '0@0' not in engine and '0@1' in engine

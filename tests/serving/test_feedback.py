@@ -16,7 +16,8 @@ from sdpo_jax.serving.engine import Engine
 from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.records import engine_name
+from sdpo_jax.serving.records import engine_name, optimizer_name
+from sdpo_jax.serving.store import versions
 from tests.serving.engines import put
 from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
 
@@ -63,10 +64,12 @@ def arrays(account, adapter):
   """All that is kept of an adapter, and all that the engine has of its newest version."""
   store = account.service.store
   kept = [(version.digest, store.arrays(version)) for version in account.versions(adapter.id)]
-  ours = account.service.worker.arrays(engine_name(adapter.id, account.adapter(adapter.id).head))
-  return [
-    (digest, {name: value.tobytes() for name, value in each.items()}) for digest, each in [*kept, ('engine', ours)]
-  ], store.feedback(account.owner, adapter.id)
+  newest = engine_name(adapter.id, account.adapter(adapter.id).head)
+  kept += [('engine', account.service.worker.arrays(name)) for name in (newest, optimizer_name(newest))]
+  kept += [('state', store.optimizer_state(account.version(adapter.id)).arrays)]
+  return [(digest, {name: value.tobytes() for name, value in each.items()}) for digest, each in kept], store.feedback(
+    account.owner, adapter.id
+  )
 
 
 def scored(account, version, prompt, tokens, ids=None):
@@ -113,6 +116,60 @@ def test_feedbacks_without_a_gradient_move_no_bit(ada, kind, count):
   assert {name: array.tobytes() for name, array in one.items()} == {
     name: array.tobytes() for name, array in other.items()
   }
+
+
+def taught(account, adapter, drawn, **more):
+  """Return the response to a feedback that moves an adapter."""
+  answer = fed(account, adapter.id, None, ask(account, of_tokens(drawn, SAID), **more))
+  assert answer['version_after'] == answer['version_before'] + 1
+  return answer
+
+
+def of_newest(account, adapter):
+  """Return the factors of the newest version in the store, and its state, as bytes."""
+  store, version = account.service.store, account.version(adapter.id)
+  found = {**store.arrays(version), **store.optimizer_state(version).arrays}
+  return {name: array.tobytes() for name, array in found.items()}
+
+
+@pytest.mark.parametrize('kind', ['live', 'ema'])
+def test_learning_goes_on_from_what_is_stored_as_from_what_the_engine_has(ada, kind):
+  adapter, drawn = learned(ada, {'teacher': {'kind': kind}}, versions=2)
+  twin, _ = ada.fork(adapter.id, None, 'twin')
+  assert of_newest(ada, twin) == of_newest(ada, adapter)
+  assert any(name.startswith('average/') for name in of_newest(ada, twin)) == (kind == 'ema')
+  first = taught(ada, adapter, drawn)
+  assert (first['moments_of'], first['average_of']) == (2, 2 if kind == 'ema' else None) and not first['warnings']
+  second = taught(ada, twin, drawn)
+  assert second['moments_of'] == 0 and second['metrics'] == first['metrics']
+  assert of_newest(ada, twin) == of_newest(ada, adapter)
+  ada.service.worker.forget(engine_name(twin.id, 1))  # From here on it is read from the store.
+  first, second = (taught(ada, each, drawn) for each in (adapter, twin))
+  assert (first['moments_of'], second['moments_of']) == (3, 1) and second['metrics'] == first['metrics']
+  assert of_newest(ada, twin) == of_newest(ada, adapter)
+  undone = ada.undo(twin.id, None)
+  assert ada.service.store.arrays(undone).keys() and taught(ada, twin, drawn)['moments_of'] is None
+
+
+def test_the_answer_says_whose_moments_learning_began_with(ada, service, monkeypatch):
+  """As after a kill between an answer and the writing of its state."""
+  adapter, drawn = learned(ada)
+  assert ada.version(adapter.id).details['moments_of'] is None and not ada.version(adapter.id).details['warnings']
+  with monkeypatch.context() as patched:
+    patched.setattr(service.store, 'keep_optimizer_state', lambda *_: None)
+    taught(ada, adapter, drawn), taught(ada, adapter, drawn)
+  service.worker.forget(engine_name(adapter.id, 3))
+  answer = taught(ada, adapter, drawn)
+  assert answer['moments_of'] == ada.version(adapter.id).details['moments_of'] == 1
+  assert answer['warnings'] == ['The moments of version 3 are not stored, so learning began with those of version 1.']
+  service.store._writer.submit(int).result()  # noqa: SLF001 (The state of version 4 has been written.)
+  for each in service.store.blobs.list('users'):
+    if each.key.endswith(versions.MOMENTS) and f'/{adapter.id}/' in each.key:
+      service.store.blobs.delete([each.key], 'users')
+  service.worker.forget(engine_name(adapter.id, 4))
+  answer = taught(ada, adapter, drawn)
+  assert answer['moments_of'] is None
+  assert answer['warnings'] == ['The moments of version 4 are not stored, so learning began with zeros.']
 
 
 @pytest.mark.parametrize('update', LOSSES)
@@ -384,11 +441,11 @@ def test_teachers_of_an_adapter_say_what_direct_passes_say(ada, kind):
   answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id), mode='dry_run'))
   name = {'base': '', 'frozen': engine_name(adapter.id, 0), 'lagged': engine_name(adapter.id, 1)}.get(kind)
   if kind == 'ema':
-    known = ada.service.worker.arrays(engine_name(adapter.id, 2))
+    known, state = (ada.service.worker.arrays(f(engine_name(adapter.id, 2))) for f in (str, optimizer_name))
     name = 'average of the test'
-    own = {f'factors/{key[8:]}': value for key, value in known.items() if key.startswith('average/')}
-    assert any((known[key] != value).any() for key, value in own.items())
-    put(ada.service.worker, name, {**known, **own})
+    own = {f'factors/{key[8:]}': value for key, value in state.items() if key.startswith('average/')}
+    assert own.keys() == known.keys() and any((known[key] != value).any() for key, value in own.items())
+    put(ada.service.worker, name, own)
   expected = scored(ada, name, drawn.prompt_tokens, drawn.tokens).log_probs
   np.testing.assert_allclose(per_token(answer, 'teacher_log_probs'), expected, atol=1e-5)
   if kind == 'ema':

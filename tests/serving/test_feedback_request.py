@@ -137,7 +137,9 @@ def test_teachers_are_named_as_the_engine_knows_them():
   assert choose_teacher(ema, None, defaults).average_rate == 0.5
   # The average moves on by the adapter's rate whoever teaches this time.
   assert choose_teacher(ema, {'kind': 'live'}, defaults).average_rate == 0.5
-  assert choose_teacher(adapter(1), None, defaults).average_rate == defaults.average_rate
+  # There is no average where neither the adapter nor the request has one for a teacher.
+  assert choose_teacher(adapter(1), None, defaults).average_rate is None
+  assert choose_teacher(adapter(1), {'kind': 'ema'}, defaults).average_rate == defaults.average_rate
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.records import BASE
+from sdpo_jax.serving.records import BASE, optimizer_name, version_of
 from sdpo_jax.serving.shelf import NoPlaceError
 from sdpo_jax.serving.worker import Worker
 from tests.serving.engines import feedback, make_model, put, random_factors, start
@@ -40,7 +40,7 @@ def model():
 class Stand:
   """What stands for an engine: it keeps names, notes what it is asked for, and fails when it is told to."""
 
-  settings, version_bytes, tokens, prefilled, reused = SETTINGS, 100, 0, 0, 0
+  settings, tokens, prefilled, reused = SETTINGS, 0, 0, 0
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()
@@ -68,10 +68,17 @@ class Stand:
       raise ValueError(f'{version} is there already.')
     self.versions[version] = arrays
 
-  def state(self, version):
+  def arrays(self, version):
     if version not in self.versions:
       raise UserError(f'There is no version {version}.')
     return self.versions[version]
+
+  def bytes_of(self, name):
+    return 100 if name == version_of(name) else 0
+
+  @property
+  def held_bytes(self):
+    return sum(map(self.bytes_of, list(self.versions)))
 
   def drop(self, version):
     self._called('drop', version)
@@ -81,7 +88,8 @@ class Stand:
     self._called('forget', version)
     if self.places[version]:
       raise ValueError('in use')
-    self.versions.pop(version, None)
+    for name in (version, optimizer_name(version)):
+      self.versions.pop(name, None)
 
   def submit(self, version, prompt, *, max_tokens=1, **options):
     if version != BASE and not self.places[version] and sum(map(bool, self.places.values())) == self.settings.snapshots:
@@ -131,9 +139,6 @@ class Stand:
       self.versions[each.new] = {'of': each.version}
     return [Learned([], [{'stepped': True, 'grad_norm': 1.0}]) for _ in feedback]
 
-  def fresh(self, seed):
-    return {'seed': seed}
-
 
 class Drawing:
   def __init__(self, version, left):
@@ -168,6 +173,8 @@ def made():
     return found.engines[-1]
 
   def load(version):
+    if version != version_of(version):
+      return {}
     found.loads[version] += 1
     if found.gate is not None:
       assert found.gate.wait(LONG)
@@ -256,7 +263,7 @@ def test_what_cannot_be_read_fails_those_who_asked(made):
 def test_feedback_and_samples_take_turns(made):
   """A long sample delays feedback by one chunk, and a stream of feedback does not delay sampling."""
   for version in '12':
-    made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
+    put(made.worker, f'{version}@0', {})
   gates = held(made, 'turn')
   handle = made.worker.sample(BASE, [1], max_tokens=6)
   until(lambda: made.log[-1] == ('turn',))
@@ -399,7 +406,6 @@ def test_versions_that_can_be_read_again_are_dropped(made):
   for version in range(20):
     made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
     until(lambda: made.worker.stats['unfinished'] == 0)
-  made.worker.fresh(1)
   made.worker.score(BASE, [([1], [2])]).result(LONG)
   assert 'own' in made.engine.versions and len(made.engine.versions) <= most + 1
   made.worker.stored('own')
@@ -444,9 +450,8 @@ def test_the_end_lets_what_is_under_way_be_done(made):
     gates['turn'].set()
     ended.result(LONG)
   assert handle.result()[0].text == '1@0' and waiting.result(LONG).stepped
-  for call in (lambda: made.worker.forget('x'), lambda: made.worker.fresh(1)):
-    with pytest.raises(NotReady):
-      call()
+  with pytest.raises(NotReady):
+    made.worker.forget('x')
   with pytest.raises(NotReady, match='has ended'):
     made.worker.wait(LONG)
 
@@ -611,7 +616,8 @@ class Client(threading.Thread):
       if action == 'reject':
         worker.forget(new)
         return
-      self.store[new] = worker.arrays(new)
+      for name in (new, optimizer_name(new)):
+        self.store[name] = worker.arrays(name)
       self.learned.append(request)
       worker.stored(new)
       self.heads[adapter] = new
@@ -622,10 +628,11 @@ def test_eight_clients_get_what_an_engine_of_their_own_gives(model, tmp_path, ro
   monkeypatch.setattr(Engine, 'compile', lambda self, announce: None)
   numbers = sum(leaf.size for leaf in jax.tree.leaves(random_factors(model[0], 0)))
   engine = start(model, tmp_path / 'shelf', 16, memory_bytes=12 * (4 * 4 * numbers + 4))
-  store = {f'{index}@0': engine.state(f'{index}@0') for index in range(16)}
+  store = {f'{index}@0': engine.arrays(f'{index}@0') for index in range(16)}
   first = {name: {key: array.copy() for key, array in arrays.items()} for name, arrays in store.items()}
-  for name in store:
+  for name in first:
     engine.drop(name)
+    store[optimizer_name(name)] = {}
   worker = Worker(lambda: engine, store.__getitem__, announce=lambda line: None)
   worker.start()
   assert worker.wait(LONG)
@@ -635,19 +642,22 @@ def test_eight_clients_get_what_an_engine_of_their_own_gives(model, tmp_path, ro
   for client in clients:
     client.join()
   assert not [error for client in clients for error in client.errors]
-  assert worker.stats['failed'] == worker.stats['restarts'] == 0 and worker.stats['versions'] <= 9
+  assert worker.stats['failed'] == worker.stats['restarts'] == 0
+  until(lambda: engine.held_bytes <= 9 * (4 * 4 * numbers + 4))
   for name, arrays in first.items():
     for key, array in arrays.items():
       np.testing.assert_array_equal(worker.arrays(name)[key], array)
   worker.stop(LONG)
   # The same engine, with one thing after the other.
-  for name in store:
+  for name in [name for name in store if name == version_of(name)]:
     engine.forget(name)
-    engine.restore(name, store[name])
+    for each in (name, optimizer_name(name)):
+      engine.restore(each, store[each])
   for request in (request for client in clients for request in client.learned):
     engine.learn([dataclasses.replace(request, new='again')])
-    for key, array in engine.state('again').items():
-      np.testing.assert_allclose(store[request.new][key], array, atol=2e-5, err_msg=key)
+    for name in (request.new, optimizer_name(request.new)):
+      for key, array in engine.arrays(name.replace(request.new, 'again')).items():
+        np.testing.assert_allclose(store[name][key], array, atol=2e-5, err_msg=key)
     engine.forget('again')
   known = {}
   for version, seed, done in (each for client in clients for each in client.drawn):

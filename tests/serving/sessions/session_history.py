@@ -89,7 +89,7 @@ def learn(tenant, id, expected, request, **_) -> FeedbackResult:
     )
   none, nothing = np.zeros(len(request.items[-1].tokens), np.float32), np.zeros((len(request.items[-1].tokens), 0))
   scores = LessonScores(none, none, none, nothing.astype(np.int32), nothing, none, none, none)
-  said = {'adapter': id, 'version_before': adapter.head, 'version_after': made.number}
+  said = {'adapter': id, 'version_before': adapter.head, 'version_after': made.number, 'unchanged': False}
   return FeedbackResult(said | {'accepted': True, 'reason': None}, [scores], [AnswersMoved()] * len(request.items))
 
 

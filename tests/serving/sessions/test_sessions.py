@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import pathlib
-import sqlite3
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ from sdpo_jax.serving.sessions.session_records import (
   ToolResult,
 )
 from sdpo_jax.serving.sessions.sessions import Sessions
-from sdpo_jax.serving.store.database import SESSION_TABLES, Database
+from sdpo_jax.serving.store.database import SESSION_TABLES
 from sdpo_jax.serving.tool_calls import ToolCall
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
@@ -780,22 +779,6 @@ def test_a_decision_that_cannot_be_kept_is_none(ada, script, monkeypatch):
   [turn] = Sessions(ada).turns(*where)
   assert turn.status == 'open' and turn.decision is None and head(ada, where) == 0
   assert Sessions(ada).decide(*where, 0, APPROVE)[0].status == 'approved'
-
-
-def test_a_file_without_the_tables_gets_them(tmp_path):
-  path = tmp_path / 'a.sqlite'
-  Database(path, 'root').close()
-  with sqlite3.connect(path) as connection:
-    for table in SESSION_TABLES:
-      connection.execute(f'DROP TABLE {table}')
-    connection.execute("INSERT INTO feedback (adapter, record) VALUES ('a', '{}')")
-  connection.close()
-  again = Database(path, 'root')
-  assert session_tables.sessions(again, 'a') == [] and again.feedback('a') == [{}] and not again.is_new
-  again.close()
-
-
-# Elsewhere.
 
 
 def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were(ada, script, service):

@@ -50,7 +50,7 @@ def arrays(seed: int, rank: int = 2) -> dict[str, np.ndarray]:
 
 @functools.cache
 def state(seed: int, average: bool = True) -> dict[str, np.ndarray]:
-  """An optimizer state, all random."""
+  """Return an optimizer state, all random."""
   draw = np.random.default_rng([seed, 1])
   kinds = ('mu', 'nu', 'average')[: 2 + average]
   shapes = {f'{kind}/{name.partition("/")[2]}': shape for kind in kinds for name, shape in tiny_base().shapes.items()}

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from sdpo_jax.serving.errors import Damaged, Gone, InvalidRequest, NotFound, StorageFailed
+from sdpo_jax.serving.errors import Damaged, Gone, NotFound, StorageFailed
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.store import Retained, Retention
 from tests.serving.store import store_cases
@@ -61,7 +61,7 @@ def path_of(tmp_path, version, file=versions.MOMENTS):
 
 
 def assert_state(store, version, moments, average=None):
-  """The state of a version is that of these seeds; None: zeros, or no average."""
+  """Check that the state of a version is that of these seeds; None: zeros, or no average."""
   found, expected = store.optimizer_state(version), {}
   if moments is not None:
     expected |= {name: array for name, array in state(moments).items() if not name.startswith('average')}

@@ -527,10 +527,12 @@ def dan(world):
 def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   body = {'lora_uri': f'sdpo://{dan}@0', 'prompt': 'Hi', 'response': 'Hello'}
   status, plain = post(world, '/v1/distill', body)
-  assert status == 200 and plain['lora_uri'] == f'sdpo://{dan}@1'
   told = plain['metadata']
   assert told['mean_advantage'] == told['loss'] == told['jsd_reg'] == told['pg_loss'] == 0.0  # Nothing was said.
+  assert status == 200 and plain['lora_uri'] == body['lora_uri'] and told['unchanged']
   assert told['tokens_processed'] == 5 and told['mean_is_ratio'] == pytest.approx(1)
+  status, plain = post(world, '/v1/distill', {**body, 'feedback': 'Be.'})
+  assert status == 200 and plain['lora_uri'] == f'sdpo://{dan}@1' and not plain['metadata']['unchanged']
   status, stale = post(world, '/v1/distill', body)
   assert status == 412 and stale['error']['current_version'] == 1
   learned = {
