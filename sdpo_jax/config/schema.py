@@ -960,6 +960,12 @@ class PlanConfig:
     'Price of a chip for an hour; None: the list price for a run, and no cost for an engine.',
     Range(at_least=0, unit='US dollars'),
   )
+  storage_mb_s: float = setting(
+    1000.0, 'Speed at which an engine writes versions of adapters.', Range(above=0, unit='MB per second')
+  )
+  price_per_gib_month: float = setting(
+    0.02, 'Price of storage for these, per GiB and month.', Range(at_least=0, unit='US dollars')
+  )
 
 
 @dataclasses.dataclass

@@ -36,7 +36,7 @@ from sdpo_jax.training.run_programs import abstract_teacher
 HOST_LINK = 8e9
 # Arrays that stay in device memory besides the base, whichever program runs.
 POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache', 'kept prefixes')
-_ARRAYS = 4  # The arrays of a version per factor: the factor, two moments and the moving average.
+_MOMENTS = 2  # Of each factor. The moving average of an 'ema' teacher is not counted.
 
 
 @dataclasses.dataclass
@@ -56,15 +56,19 @@ class EnginePlan:
   programs: dict[str, Estimate]  # By label for the largest buckets, by name for others.
   base_gib: float  # The base on each chip.
   pools_gib: dict[str, float]  # Each of `POOLS` on each chip.
-  version_gib: float  # A version on the host.
-  versions_in_memory: int  # How many versions fit into the memory of the host.
+  version_gib: float  # A version on the host, and in storage.
+  state_gib: float  # Its optimizer state.
+  versions_in_memory: int  # How many versions with their states fit into the memory of the host.
+  stored_gib: dict[str, float]  # An adapter in storage: 'busy', with as many versions as are kept, and 'idle'.
   lengths: dict[str, float]  # Mean numbers of tokens of a feedback: 'prompt', 'completion', 'teacher'.
   feedback_s: dict[str, float]  # Seconds of one feedback, by operation.
   sampling_s: float  # Seconds per completion, with all rows in use.
+  storage_s: float  # Seconds in which storage takes what one feedback writes: its version and then its state.
   feedbacks_per_hour: float  # With full micro-batches, and completions sampled elsewhere.
   sampled_feedbacks_per_hour: float  # Likewise, with completions sampled on the slice.
   price_per_chip_hour: float | None  # US dollars.
-  cost_per_1000_feedbacks: float | None  # US dollars, including completions; None: no price is known.
+  cost_per_1000_feedbacks: float | None  # US dollars, including completions, without storage; None: no price is known.
+  storage_cost: dict[str, float]  # US dollars per month for 1,000 adapters, as in `stored_gib`.
 
   @property
   def latency_s(self) -> float:
@@ -222,14 +226,18 @@ def _summary(
 
   table = policy.parameter_table()
   adapter = parameter_tables.count(parameter_tables.trainable(table))
-  version = 4 * _ARRAYS * adapter
+  version, state, store = 4 * adapter, 4 * _MOMENTS * adapter, config.serve.store
   if settings.memory_bytes is None:  # Assume a host with enough memory.
-    settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, version))
+    settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, adapter))
   # A version stays in its slot after the step that made it; as a teacher it is sent again. After each step its factors
   # and both moments are fetched.
-  sent, fetched = 4 * adapter / HOST_LINK, 4 * (_ARRAYS - 1) * adapter / HOST_LINK
+  sent, fetched = version / HOST_LINK, (version + state) / HOST_LINK
   alone = {'the teacher to its place': sent + seconds('put teacher'), 'to the host': fetched + seconds('get slot')}
   feedback = {what: seconds(name) for what, name in _of_feedback(settings, lengths).items()} | alone
+  # Others go on while a version is written, and the state is written after the answer.
+  speed = 1e6 * config.plan.storage_mb_s
+  kept_state = state * {'float32': 1.0, 'bfloat16': 0.5, 'none': 0.0}[store.moments]
+  stored = {'busy': (1 + store.keep_versions) * version + kept_state, 'idle': version}
   together = min(settings.training_rows, settings.slots)  # Feedbacks in a micro-batch, each of another version.
   shards = mesh.shape[meshes.FSDP]
   prompts = shards * sizes.prompts_per_prefill(settings.prompt_buckets[-1], settings.rows // shards)
@@ -238,7 +246,9 @@ def _summary(
   # For one completion per version, which must be copied to the snapshots first.
   placed = sent + seconds('put snapshot') + seconds('prepare')
   sampling = placed + seconds(prefill) / prompts + lengths['completion'] * a_token
-  learning = (sum(feedback.values()) - sum(alone.values())) / together + sum(alone.values())
+  writing = (version + kept_state) / speed
+  learning = max(writing, (sum(feedback.values()) - sum(alone.values())) / together + sum(alone.values()))
+  feedback['to storage'] = version / speed
   price = config.plan.price_per_chip_hour if price is None else price
   chips = mesh.size
   return EnginePlan(
@@ -256,14 +266,18 @@ def _summary(
     base_gib=resident['base'] / GIB,
     pools_gib={part: size / GIB for part, size in pools.items()},
     version_gib=version / GIB,
-    versions_in_memory=int(settings.memory_bytes // version),
+    state_gib=state / GIB,
+    versions_in_memory=int(settings.memory_bytes // (version + state)),
+    stored_gib={what: size / GIB for what, size in stored.items()},
     lengths=lengths,
     feedback_s=feedback,
     sampling_s=sampling,
+    storage_s=writing,
     feedbacks_per_hour=3600 / learning,
     sampled_feedbacks_per_hour=3600 / (learning + sampling),
     price_per_chip_hour=price,
     cost_per_1000_feedbacks=None if price is None else 1000 * (learning + sampling) / 3600 * chips * price,
+    storage_cost={what: 1000 * size / GIB * config.plan.price_per_gib_month for what, size in stored.items()},
   )
 
 
@@ -275,8 +289,9 @@ def text(plan: EnginePlan) -> str:
     f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
     plan_text.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
-    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host, whose memory of '
-    f'{settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory}; the others are in files.',
+    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer state '
+    f'{1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory} '
+    'of both, and the others are in storage.',
   ]
   for label, estimate in plan.programs.items():
     if estimate.error is not None:
@@ -300,6 +315,13 @@ def text(plan: EnginePlan) -> str:
       f'1,000 feedbacks and their completions: ${plan.cost_per_1000_feedbacks:.3g} at ${plan.price_per_chip_hour:g} '
       'per chip-hour [arithmetic].'
     )
+  busy, idle = plan.stored_gib['busy'], plan.stored_gib['idle']
+  parts.append(
+    f'In storage, a feedback writes for {plan.storage_s:.3g} s [assumption: plan.storage_mb_s], before its answer only '
+    f'the version. A busy adapter takes {busy:.3g} GiB and an idle one {idle:.3g} (serve.store); 1,000 of them cost '
+    f'${plan.storage_cost["busy"]:.3g} or ${plan.storage_cost["idle"]:.3g} a month [assumption: '
+    'plan.price_per_gib_month].'
+  )
   if not plan.fits:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(

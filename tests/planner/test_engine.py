@@ -173,16 +173,16 @@ def test_a_feedback_is_what_is_done_for_it(monkeypatch):
   sent = 4 * ADAPTER / pricing.HOST_LINK
   host = 4 * sent + 29 + 31
   device = 2 * 3 + 5 + 7 + 11 + 43 + 13 + 17 + 19
-  assert plan.latency_s == pytest.approx(device + host)
+  assert plan.latency_s == pytest.approx(device + host + 4 * ADAPTER / 1e9)
   # Two slots, though a micro-batch has eight rows.
   assert plan.feedbacks_per_hour == pytest.approx(3600 / (device / 2 + host))
   # 12 tokens of 8 rows, a prompt, of which eight are read at once, and a version's place.
   sampled = 12 * 2 / 8 + 23 / 8 + sent + 37 + 41
   assert plan.sampled_feedbacks_per_hour == pytest.approx(3600 / (device / 2 + host + sampled))
-  assert plan.versions_in_memory == 2**30 // (4 * 4 * ADAPTER)
+  assert plan.versions_in_memory == 2**30 // (3 * 4 * ADAPTER)
   more = planned(monkeypatch, settings(snapshots=10**5, memory_mb=None))
-  assert more.versions_in_memory == 2 * (10**5 + 5 + 2)
-  assert planned(monkeypatch, settings(memory_mb=2048)).versions_in_memory == 2**31 // (4 * 4 * ADAPTER)
+  assert more.settings.memory_bytes == 2 * (4 * ADAPTER * (10**5 + 5 + 2) + 12 * ADAPTER * 2)  # An average, too.
+  assert planned(monkeypatch, settings(memory_mb=2048)).versions_in_memory == 2**31 // (3 * 4 * ADAPTER)
   text = pricing.text(plan)
   assert plan.cost_per_1000_feedbacks is None and 'chip-hour' not in text
   assert '3 versions to sample from, 5 to score with and 2 in training' in text
@@ -196,6 +196,20 @@ def test_what_feedbacks_cost_is_said_where_a_price_is(monkeypatch):
   assert f'${plan.cost_per_1000_feedbacks:.3g} at $1.5 per chip-hour' in pricing.text(plan)
   assert planned(monkeypatch, config, price=3.0).cost_per_1000_feedbacks == 2 * plan.cost_per_1000_feedbacks
   assert plan.to_json()['latency_s'] == plan.latency_s
+
+
+@pytest.mark.parametrize(('moments', 'numbers'), [('float32', 3), ('bfloat16', 2), ('none', 1)])
+def test_storage_bounds_feedbacks_and_has_a_price(monkeypatch, moments, numbers):
+  config = settings()
+  config.serve.store.moments, config.serve.store.keep_versions = moments, 5
+  config.plan.storage_mb_s, config.plan.price_per_gib_month = 1e-9, 0.5
+  plan = planned(monkeypatch, config)
+  assert plan.storage_s == pytest.approx(4 * numbers * ADAPTER / 1e-3)
+  assert plan.feedbacks_per_hour == pytest.approx(3600 / plan.storage_s)
+  assert plan.stored_gib['idle'] == 4 * ADAPTER / 2**30
+  assert plan.stored_gib['busy'] == pytest.approx(4 * (6 + numbers - 1) * ADAPTER / 2**30)
+  assert plan.storage_cost == {kind: pytest.approx(500 * size) for kind, size in plan.stored_gib.items()}
+  assert f'${plan.storage_cost["busy"]:.3g} or ${plan.storage_cost["idle"]:.3g} a month' in pricing.text(plan)
 
 
 def test_what_cannot_be_served_is_said(monkeypatch):
