@@ -294,7 +294,11 @@ MUTANTS = (
   *_in(
     'sdpo_jax/serving/engine.py',
     'tests/serving/test_engine.py',
-    ('the average is of the version before', 'averaging.average(average, value, rate)', 'average'),
+    (
+      'the average is of the version before',
+      'averaging.average(average, value, np.float32(feedback.average_rate))',
+      'average',
+    ),
     ('the live teacher is another adapter', "'live': (feedback.version, _FACTORS)", "'live': (BASE, _FACTORS)"),
   ),
   *_in(

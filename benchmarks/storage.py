@@ -7,9 +7,9 @@ Prints one JSON line for each part; no model is loaded, and the arrays are rando
 - `commit`: a version of an adapter of Qwen3-8B at rank 16 (43.6 million parameters): `before_answer_cpu_s` is what
   `Store.commit` takes, `state_cpu_s` the optimizer state that is written afterwards, medians; and the bytes of both.
 - `read`: what sampling reads of a version that the engine does not have, and what learning reads in addition.
-- `feedbacks`: an adapter of a 16th of the width learns that many times: bytes per parameter that are stored and written,
-  divided by the number of feedbacks, if all versions are kept and with the defaults; and those that are left once it is
-  idle, per parameter. `idle_1000_gib` is that times 1,000 adapters of Qwen3-8B at rank 16.
+- `feedbacks`: an adapter of a 16th of the width learns that many times: bytes per parameter that are stored, and that
+  were written, divided by the number of feedbacks, if all versions are kept and with the defaults; and those that are
+  left once it is idle, per parameter. `idle_1000_gib` is that times 1,000 adapters of Qwen3-8B at rank 16.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def base_of(**sizes: Any) -> Base:
 class Adapter:
   """An adapter in a store that learns, with random arrays."""
 
-  def __init__(self, store: Store):
-    self.store, self.draw = store, np.random.default_rng(0)
+  def __init__(self, store: Store, clock: list[float]):
+    self.store, self.clock, self.draw = store, clock, np.random.default_rng(0)
     self.id = store.create(OWNER, 'measured', {}, seed=0)[0].id
     self.count = parameters.count(store.base.rows)
 
   def arrays(self, *kinds: str) -> dict[str, np.ndarray]:
     """Return random arrays of the adapter's shape, by kind."""
-    shapes = {f'{kind}/{name.partition("/")[2]}': shape for kind in kinds for name, shape in self.store.base.shapes.items()}
+    shapes = {f'{kind}/{row.name}': row.shape for kind in kinds for row in self.store.base.rows}
     return {name: self.draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
   def commit(self, factors: dict[str, np.ndarray]) -> Version:
@@ -84,16 +84,13 @@ class Adapter:
 
 @contextlib.contextmanager
 def opened(folder: pathlib.Path | None, base: Base, **retention: Any) -> Iterator[Adapter]:
-  """Provide a new adapter in a store that is removed at the end; its clock is `opened.now`."""
+  """Provide a new adapter in a store that is removed at the end, with a clock that stands still."""
+  clock = [0.0]
+  more = {'base': base, 'retention': Retention(**retention), 'clock': lambda: clock[0]}
   with tempfile.TemporaryDirectory(dir=folder) as place:
     root = pathlib.Path(place)
-    clock = [0.0]
-    with Store.open(
-      str(root / 'root'), root / 'db' / 'store.sqlite', base=base, retention=Retention(**retention), clock=lambda: clock[0]
-    ) as store:
-      adapter = Adapter(store)
-      adapter.clock = clock
-      yield adapter
+    with Store.open(str(root / 'root'), root / 'store.sqlite', **more) as store:
+      yield Adapter(store, clock)
 
 
 def cpu(call: Any) -> tuple[float, Any]:
@@ -147,21 +144,15 @@ def feedbacks(folder: pathlib.Path | None, count: int) -> list[dict[str, Any]]:
   ):
     with opened(folder, base_of(**SMALL), **retention) as adapter:
       factors, state = adapter.arrays('factors'), adapter.arrays('mu', 'nu') | {'count': np.asarray(1, np.int32)}
-      written, last = 0, adapter.stored()
       for _ in range(count):
-        version = adapter.commit(factors)
-        written, last = written + adapter.stored() - last, adapter.stored()
-        adapter.store.keep_optimizer_state(version, state).result()
-        # The older state is removed in the same call.
-        written += sum(entry.size for entry in adapter.store.blobs.list('users') if entry.key.endswith('moments.safetensors'))
-        last = adapter.stored()
+        adapter.store.keep_optimizer_state(adapter.commit(factors), state).result()
       adapter.store.retain()
       said = {
         'part': 'feedbacks',
         'kept': name,
         'feedbacks': count,
         'stored_per_parameter': round(adapter.stored() / adapter.count / count, 3),
-        'written_per_parameter': round(written / adapter.count / count, 3),
+        'written_per_parameter': round(adapter.store.stats['written_bytes'] / adapter.count / count, 3),
       }
       if retention:
         adapter.clock[0] += IDLE
@@ -174,7 +165,7 @@ def feedbacks(folder: pathlib.Path | None, count: int) -> list[dict[str, Any]]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--folder', type=pathlib.Path, help='where stores are made, and removed; default: the temporary one')
+  parser.add_argument('--folder', type=pathlib.Path, help='where stores are made; default: the temporary one')
   parser.add_argument('--commits', type=int, default=6, help='of 175 MB each')
   parser.add_argument('--feedbacks', type=int, default=100)
   args = parser.parse_args()

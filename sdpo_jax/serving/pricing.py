@@ -289,9 +289,9 @@ def text(plan: EnginePlan) -> str:
     f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
     plan_text.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
-    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer state '
-    f'{1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory} '
-    'of both, and the others are in storage.',
+    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer '
+    f'state {1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds '
+    f'{plan.versions_in_memory} of both, and the others are in storage.',
   ]
   for label, estimate in plan.programs.items():
     if estimate.error is not None:

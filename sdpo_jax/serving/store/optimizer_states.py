@@ -29,8 +29,8 @@ _logger = logging.getLogger('sdpo_jax.serving')
 
 def write(
   blobs: Blobs, folder: str, version: Version, arrays: Arrays, dtype: Literal['float32', 'bfloat16', 'none']
-) -> None:
-  """Store the state of a version; a reader sees each of its files whole or not at all.
+) -> int:
+  """Store the state of a version, and return its bytes; a reader sees each of its files whole or not at all.
 
   Args:
     blobs: the blobs of the root.
@@ -39,14 +39,17 @@ def write(
     arrays: mu/…, nu/… and count, or none of these if they are 0; and average/…, if there is an average.
     dtype: how moments are stored; 'none': not at all.
   """
-  place = f'{folder}/versions/{versions.version_folder(version.number, version.digest)}'
+  files = {}
   if _COUNT in arrays and dtype != 'none':
     moments = _of(MOMENTS, arrays)
     if dtype == 'bfloat16':  # Their bits, since NumPy has no type of that name for safetensors.
       moments = {name: array.astype(ml_dtypes.bfloat16).view(np.uint16) for name, array in moments.items()}
-    blobs.put(f'{place}/{MOMENTS}', _sealed(version, {**moments, _COUNT: arrays[_COUNT]}))
+    files[MOMENTS] = _sealed(version, {**moments, _COUNT: arrays[_COUNT]})
   if average := _of(AVERAGE, arrays):
-    blobs.put(f'{place}/{AVERAGE}', _sealed(version, average))
+    files[AVERAGE] = _sealed(version, average)
+  for name, content in files.items():
+    blobs.put(f'{folder}/versions/{versions.version_folder(version.number, version.digest)}/{name}', content)
+  return sum(map(len, files.values()))
 
 
 def read(blobs: Blobs, base: Base, folder: str, lineage: Sequence[Version]) -> OptimizerState:

@@ -114,6 +114,7 @@ class Store:
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
     # By the id of their adapter, the newest optimizer states that are not written yet.
     self._states: dict[str, tuple[Version, Arrays]] = {}
+    self._written = 0  # Bytes.
     self._writer = ThreadPoolExecutor(1, 'optimizer-states')
 
   @classmethod
@@ -179,6 +180,12 @@ class Store:
     """One sentence for each damaged adapter that the database does not know."""
     with self._lock:
       return [why for _, why in self._lost.values()]
+
+  @property
+  def stats(self) -> dict[str, int]:
+    """Metrics by name: the bytes of versions and states written since the start, and the states that wait."""
+    with self._lock:
+      return {'written_bytes': self._written, 'waiting_states': len(self._states)}
 
   # Adapters.
 
@@ -416,7 +423,9 @@ class Store:
     version, arrays = item
     try:
       folder, known = self._place(id)
-      optimizer_states.write(self.blobs, folder, version, arrays, self.retention.moments)
+      size = optimizer_states.write(self.blobs, folder, version, arrays, self.retention.moments)
+      with self._lock:
+        self._written += size
       older = [(key, of) for key, of in self._listed(folder) if of.is_state and of.number < version.number]
       self.blobs.delete([key for key, of in older if str(of.number) not in known.head.pinned], folder)
       if self.database.known(id) is None:  # It was deleted meanwhile.
@@ -523,7 +532,10 @@ class Store:
     )
     place = f'{folder}/versions/{manifest.folder}'
     try:
-      self.blobs.put_new(place, files if seed is None else {}, last={versions.MANIFEST: content})
+      stored = files if seed is None else {}
+      self.blobs.put_new(place, stored, last={versions.MANIFEST: content})
+      with self._lock:
+        self._written += sum(map(len, (*stored.values(), content)))
       with self.database.writing(full=True) as rows:
         intent = {'adapter': adapter.id, 'folder': folder, 'version': manifest.folder}
         put(rows, 'intents', intent, conflict='REPLACE')

@@ -41,7 +41,7 @@ class CreateAdapter(RequestBody):
   settings: dict[str, Any] = Field(
     default_factory=dict,
     description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…} and canary_prompts […], with the '
-    'defaults of /v1/capabilities.',
+    'defaults of /v1/capabilities; pinned_versions […], numbers of versions that are kept with their moments.',
   )
   base_model: str | None = Field(None, description='The model that you expect; an error if another one is served.')
   rank: int | None = Field(None, description='The rank that you expect; an error if another one is served.')
@@ -354,6 +354,11 @@ class FeedbackSaid(ResponseBody):
   accepted: bool
   reason: str | None = Field(None, description='Why a guard rejected the new version; null: it was accepted.')
   unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
+  moments_of: int | None = Field(
+    None,
+    description='The version with whose moments the optimizer began: version_before, or an older one; null: zeros.',
+  )
+  average_of: int | None = Field(None, description="The version whose average the teacher 'ema' began with, likewise.")
   items: list[dict[str, Any]] = Field(
     default_factory=list, description='For each completion: context, means, and per_token with the lists of `detail`.'
   )

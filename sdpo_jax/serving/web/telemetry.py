@@ -137,14 +137,15 @@ class Metrics:
 
 
 class _Stats:
-  """A Prometheus collector that reads the worker's metrics when they are scraped."""
+  """A Prometheus collector that reads the metrics of worker and store when they are scraped."""
 
   def __init__(self, lifetime: Lifetime):
     self._lifetime = lifetime
 
   def collect(self) -> Iterable[Metric]:
     service = self._lifetime.present
-    for name, value in sorted(service.worker.stats.items()) if service is not None else ():
-      if isinstance(value, (int, float)):
-        metric = 'sdpo_engine_' + re.sub(r'\W', '_', name)
-        yield GaugeMetricFamily(metric, f'The engine metric {name.replace("_", " ")}.', value=float(value))
+    stats = {} if service is None else {'engine': service.worker.stats, 'store': service.store.stats}
+    for part, values in stats.items():
+      for name, value in sorted(values.items()):
+        metric = f'sdpo_{part}_' + re.sub(r'\W', '_', name)
+        yield GaugeMetricFamily(metric, f'The {part} metric {name.replace("_", " ")}.', value=float(value))
