@@ -113,7 +113,8 @@ def _learn(
   store, worker = service.store, service.worker
   commits = request.mode == 'commit'
   limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
-  teacher = choose_teacher(adapter, request.teacher, service.settings.learning)
+  kept_from = store.kept_from(adapter.owner, adapter.id)
+  teacher = choose_teacher(adapter, request.teacher, service.settings.learning, kept_from)
   if teacher.version is not None:
     _check_teacher(store, adapter, teacher.version)
   canary_prompts = _canary_prompts(service, adapter, request, limits)

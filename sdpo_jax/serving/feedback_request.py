@@ -288,7 +288,7 @@ def check_teacher(settings: Mapping[str, Any]) -> None:
 
 
 def choose_teacher(
-  adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: LearningConfig
+  adapter: AdapterRecord, asked: Mapping[str, Any] | None, defaults: LearningConfig, kept_from: int = 1
 ) -> FeedbackTeacher:
   """Return the teacher of an adapter at its newest version.
 
@@ -296,6 +296,7 @@ def choose_teacher(
     adapter: the adapter, whose settings may have a `teacher`.
     asked: the teacher settings of the request, which take precedence; None: there are none.
     defaults: the settings for an adapter without its own.
+    kept_from: the first version after 0 that is kept; a lagged teacher is no older.
 
   Raises:
     InvalidRequest: the settings are invalid, or the version does not exist yet.
@@ -315,6 +316,7 @@ def choose_teacher(
     number = 0 if kind == 'frozen' else settings.get('version')
     if number is None:
       number = max(0, adapter.head - (settings.get('every') or defaults.lag))
+      number = max(number, kept_from) if number else 0
     if number > adapter.head:
       raise InvalidRequest(
         f'Version {short_repr(number)} cannot teach: the newest version is {adapter.head}.', field='teacher.version'

@@ -66,14 +66,15 @@ def in_effect(versions: Sequence[Version]) -> list[Version]:
   """Return the versions whose learning the newest one holds, the newest first: all but undone ones and undos.
 
   Args:
-    versions: the stored versions of an adapter, the oldest first. Where one is missing, the list ends.
+    versions: the stored versions of an adapter, the oldest first. Where one is missing, the list ends; an undo stands
+      for a missing version that it has restored.
   """
   by_number, found = {version.number: version for version in versions}, []
   at: int | None = versions[-1].number
   while at in by_number:
     version = by_number[at]
     at = version.parent
-    if version.reason != 'undo':  # Which equals its parent.
+    if version.reason != 'undo' or at not in by_number:  # An undo equals its parent.
       found.append(version)
   return found
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from sdpo_jax.config.serve import LearningConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import feedback
@@ -27,9 +28,10 @@ from sdpo_jax.serving.errors import (
   VersionConflict,
 )
 from sdpo_jax.serving.feedback import FeedbackEntry
-from sdpo_jax.serving.feedback_request import Item, make_request
+from sdpo_jax.serving.feedback_request import Item, choose_teacher, make_request
 from sdpo_jax.serving.records import in_effect, lora_uri
 from sdpo_jax.serving.sample_requests import SampleDone, SampleDraft, SampleOptions
+from sdpo_jax.serving.store.store import Retention
 from sdpo_jax.teacher.dialects import EndpointScores as Taught
 from tests.serving.service_world import HELLO, make_config, model_folder, running, sample
 
@@ -246,6 +248,26 @@ def test_undo_after_undo_walks_back(ada):
   ada.undo(adapter.id, None, 3)  # Forward again.
   assert [version.number for version in in_effect(ada.versions(adapter.id))] == [3, 2, 1, 0]
   assert ada.undo(adapter.id, None).details['to'] == 2
+
+
+def test_an_idle_adapter_goes_on_from_what_is_kept(ada, monkeypatch):
+  """Its newest version restores one that was removed, as was the one that would teach."""
+  adapter, _ = ada.create('a', {'teacher': {'kind': 'lagged', 'every': 2}})
+  for seed in range(3):
+    learn(ada, adapter.id, seed)
+  undone = ada.undo(adapter.id, None, 2)
+  monkeypatch.setattr(ada.service.store, 'retention', Retention(idle_s=-1e9))
+  assert ada.service.store.retain().versions >= 3
+  assert ada.versions(adapter.id)[1:] == [undone] == in_effect(ada.versions(adapter.id))
+  with pytest.raises(InvalidRequest, match='Version 2, before 4, is not stored any more .serve.store.keep_versions.'):
+    ada.undo(adapter.id, None)
+  learn(ada, adapter.id, 3)
+  assert [version.number for version in in_effect(ada.versions(adapter.id))] == [5, 4]
+  chosen = [
+    choose_teacher(ada.adapter(adapter.id), asked, LearningConfig(), ada.service.store.kept_from(ada.owner, adapter.id))
+    for asked in (None, {'kind': 'lagged', 'every': 5}, {'kind': 'lagged', 'version': 3})
+  ]
+  assert [each.version for each in chosen] == [4, 0, 3]
 
 
 def test_a_fork_begins_as_the_version_and_goes_its_own_way(ada):

@@ -352,6 +352,10 @@ class Store:
       raise Damaged(known.damaged)
     return known.manifest.version
 
+  def kept_from(self, owner: str, id: str) -> int:
+    """Return the first version after 0 that retention has kept of an adapter; raises NotFound as `adapter`."""
+    return self._known(owner, id).head.kept_from
+
   def arrays(self, version: Version) -> Arrays:
     """Return the factors of a version, bit for bit as they were committed.
 

@@ -82,7 +82,9 @@ def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
   found = asked.account.versions(asked.adapter)
   kept = records.in_effect(found)
-  said = [version_said(version) | {'undone': version.reason != 'undo' and version not in kept} for version in found]
+  # Of versions before the oldest one that is known to be in effect, nothing is known.
+  undone = [version for version in found if version.number > kept[-1].number and version not in kept]
+  said = [version_said(each) | {'undone': each.reason != 'undo' and each in undone} for each in found]
   return Reply({'versions': said})
 
 
