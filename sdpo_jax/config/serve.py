@@ -178,4 +178,14 @@ class GuardsConfig:
   max_rejected_rise: float | None = setting(
     None, 'Rise of the log-prob of an answer that was denied or edited in a session, nats. None: any.', NOT_NEGATIVE
   )
+  max_ability_loss: float | None = setting(
+    0.3,
+    "Fall of the mean log-prob per token of the answers in canary_file, nats, from the base's. None: any.",
+    POSITIVE,
+  )
   canary_tokens: int = setting(32, 'Length of the completion of a canary prompt.', TOKENS)
+  canary_file: str | None = setting(
+    None,
+    'File of rows with a prompt, a text or a conversation, and maybe the right answer. The prompts are the canary '
+    'prompts of adapters without their own; the answers measure, for all adapters, what is left of general abilities.',
+  )

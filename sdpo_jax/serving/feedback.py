@@ -147,6 +147,9 @@ def _learn(
     numbers = *arrays.values(), *state.values(), *(said.log_probs_after for said in learned.said)
     finite = (learned.stepped or learned.unchanged) and all(bool(np.isfinite(each).all()) for each in numbers)
     canaries = None
+    ability_loss = None
+    if finite and arrays and service.abilities and limits.max_ability_loss is not None:
+      ability_loss = service.canaries.ability_loss(new, service.abilities, call.deadline)
     if finite and arrays and canary_prompts:
       similarity = limits.max_self_similarity is not None
       canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
@@ -159,7 +162,8 @@ def _learn(
     rises = [each.rise for each in moved if each.rise is not None]
     names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
     on_canaries = {name: getattr(canaries, name) for name in names}
-    measured = Measured(finite, ratio, **on_canaries, rejected_rise=max(rises, default=None))
+    rejected_rise = max(rises, default=None)
+    measured = Measured(finite, ratio, **on_canaries, rejected_rise=rejected_rise, ability_loss=ability_loss)
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     began_with = _began_with(service, adapter, teacher)
     details |= began_with
@@ -361,7 +365,7 @@ def _canary_prompts(
     InvalidRequest: a limit that the user has set is measured on canary prompts, and there are none.
   """
   prompts = adapter.settings.get('canary_prompts') or ()
-  if not prompts:
+  if not prompts and not service.default_canaries:
     for said in (adapter.settings.get('guards'), request.guards):
       asked = [name for name in guards.ON_CANARIES if (said or {}).get(name) is not None]
       if asked and getattr(limits, asked[0]) is not None:
@@ -373,6 +377,8 @@ def _canary_prompts(
     return []
   if not limits.on_canaries:
     return []
+  if not prompts:
+    return service.default_canaries
   asked = [[{'role': 'user', 'content': each}] if isinstance(each, str) else each for each in prompts]
   return [service.prompt_of(messages=messages) for messages in asked]
 

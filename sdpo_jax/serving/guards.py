@@ -41,6 +41,7 @@ class Guards:
   max_loss_ratio: float | None = None  # A multiple of the median of recent losses.
   max_self_similarity: float | None = None  # From 0 to 1.
   max_rejected_rise: float | None = None  # Nats, of the log-prob of an answer that a person has rejected.
+  max_ability_loss: float | None = None  # Nats per token.
 
   @classmethod
   def of(cls, defaults: GuardsConfig, *said: Mapping[str, Any] | None) -> Guards:
@@ -86,6 +87,7 @@ class Measured:
   entropy: float | None = None
   self_similarity: float | None = None
   rejected_rise: float | None = None  # The largest of the rejected answers.
+  ability_loss: float | None = None  # See `CanaryMeter.ability_loss`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
     ('max_loss_ratio', measured.loss_ratio, 1, "The loss, relative to the median of the adapter's recent ones,"),
     ('max_self_similarity', measured.self_similarity, 1, 'The similarity of completions of different canary prompts'),
     ('max_rejected_rise', measured.rejected_rise, 1, 'The rise of the log-prob of the rejected answer'),
+    ('max_ability_loss', measured.ability_loss, 1, "The fall of the log-prob of the service's own answers"),
   )
   for name, value, sign, words in rules:
     limit = getattr(guards, name)
@@ -262,6 +265,20 @@ class CanaryMeter:
       base_completions=answered,
       completions=drawn,
     )
+
+  def ability_loss(
+    self, version: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], deadline: float | None = None
+  ) -> float:
+    """Return by how much the mean log-prob of given answers is below that of the base, in nats per token.
+
+    Args:
+      version: the name of the version in the engine.
+      rows: one or more prompts, each with its answer, as token ids.
+      deadline: a time on the monotonic clock; None: no limit.
+    """
+    scoring = [self._worker.score(name, rows, topk=0, deadline=deadline) for name in (BASE, version)]
+    base, own = (np.concatenate([row.log_probs for row in each.result()]).astype(np.float64) for each in scoring)
+    return float((base - own).mean())
 
   def _draw(self, version: str, prompts: Sequence[Sequence[int]], deadline: float | None) -> list[list[int]]:
     """Sample one completion of each prompt."""

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.data.sources import read_rows
 from sdpo_jax.distributed.stopping import StoppedError
+from sdpo_jax.errors import UserError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.models import parameters
@@ -129,6 +131,8 @@ class ServiceState:
     self.canaries = CanaryMeter(
       worker, tokens=min(config.serve.guards.canary_tokens, self.sizes.response_buckets[-1]), topk=topk
     )
+    # Canary prompts of adapters without their own, and answers that abilities are measured on, as token ids.
+    self.default_canaries, self.abilities = self._read_canaries(config.serve.guards.canary_file)
     self._owners: collections.OrderedDict[str, str] = collections.OrderedDict()
     # By adapter, the version whose optimizer state was read last, and what was found.
     self._read_states: collections.OrderedDict[str, tuple[int, OptimizerState]] = collections.OrderedDict()
@@ -191,6 +195,25 @@ class ServiceState:
     limit = self.max_prompt if limit is None else limit
     with self.tokenizing:
       return request_prompts.tokens_of(self.tokenizer, self.chat, self.vocab_size, limit, **given)
+
+  def _read_canaries(self, file: str | None) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
+    """Return the prompts in a file, and those that have an answer with it; raises UserError for invalid rows."""
+    prompts: list[list[int]] = []
+    abilities: list[tuple[list[int], list[int]]] = []
+    for row in read_rows(file, 'serve.guards.canary_file') if file is not None else ():
+      found = row.value if isinstance(row.value, Mapping) else {}
+      prompt, answer = found.get('prompt'), found.get('answer')
+      try:
+        if not isinstance(answer, str | None):
+          raise InvalidRequest('The answer must be a text.')
+        messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+        prompts.append(self.prompt_of(messages=messages))
+        if answer is not None:
+          own = self.prompt_of(text=answer, add_special_tokens=False, limit=self.max_completion)
+          abilities.append((prompts[-1], own))
+      except InvalidRequest as error:
+        raise UserError(f'{row.origin}: {error} A row has a prompt, and maybe an answer.') from error
+    return prompts, abilities
 
   # The external teacher.
 

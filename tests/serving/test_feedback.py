@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Taught
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
@@ -317,9 +318,9 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
   # What was learned and thrown away is paid for.
   assert spent[0] > 0 and sum(spent) == (0 if broken in (break_learn, 'queued') else spent[0])
   # The next one is as if nothing had been.
+  twin, _ = ada.fork(adapter.id, 1, 'twin')  # While version 1 has its moments.
   done = fed(ada, adapter.id, 1, request)
   assert done['version_after'] == 2
-  twin, _ = ada.fork(adapter.id, 1, 'twin')
   assert (
     fed(ada, twin.id, 0, dataclasses.replace(request, items=[of_tokens(drawn, SAID)]))['metrics'] == done['metrics']
   )
@@ -394,6 +395,47 @@ def test_guards_measure_what_direct_passes_say(ada):
   assert answer['canary']['kl_to_base'] == pytest.approx(np.concatenate(divergence).mean(), abs=1e-6)
   assert answer['canary']['entropy'] == pytest.approx(np.concatenate(entropy).mean(), abs=1e-6)
   assert answer['canary']['kl_to_base'] > 0
+
+
+def test_the_services_own_prompts_and_answers_guard_all_adapters(ada, service, monkeypatch, tmp_path):
+  file = tmp_path / 'canaries.jsonl'
+  rows = [{'prompt': 'Hi', 'answer': 'Yes'}, {'prompt': HELLO, 'answer': 'No.'}, {'prompt': 'Again'}]
+  file.write_text('\n'.join(json.dumps(row) for row in rows))
+  prompts, abilities = service._read_canaries(str(file))  # noqa: SLF001 (As the service does when it starts.)
+  assert prompts == [service.prompt_of(messages=[{'role': 'user', 'content': each}]) for each in ('Hi', 'Hi', 'Again')]
+  assert [(prompt, service.tokenizer.decode(answer)) for prompt, answer in abilities] == [
+    (prompts[0], 'Yes'),
+    (prompts[1], 'No.'),
+  ]
+  monkeypatch.setattr(service, 'default_canaries', prompts)
+  monkeypatch.setattr(service, 'abilities', abilities)
+  adapter, drawn = learned(ada)
+  answer = fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID)))
+  checks = {each['guard']: each for each in answer['guards']}
+  before, after = (
+    np.concatenate([scored(ada, name, *row).log_probs for row in abilities]).astype(np.float64)
+    for name in ('', engine_name(adapter.id, 2))
+  )
+  assert checks['max_ability_loss']['value'] == pytest.approx((before - after).mean(), abs=1e-6)
+  assert checks['max_kl_to_base']['value'] > 0 and answer['canary']['prompts'] == 3
+  with monkeypatch.context() as patched:
+    patched.setattr(service.canaries, 'ability_loss', lambda *_: 0.5)
+    rejected = fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID)))
+  assert not rejected['accepted'] and "log-prob of the service's own answers would be 0.5, and" in rejected['reason']
+  off = fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID), guards={'max_ability_loss': None}))
+  assert off['accepted'] and {each['guard']: each['value'] for each in off['guards']}['max_ability_loss'] is None
+  own, _ = ada.create('own', {'canary_prompts': ['Hello']})
+  assert fed(ada, own.id, None, ask(ada, of_tokens(drawn, SAID)))['canary']['prompts'] == 1
+  for row, said in (
+    ({'answer': 'a'}, 'A row has a prompt'),
+    ('Hi', 'A row has a prompt'),
+    ({'prompt': 'Hi', 'answer': 5}, 'The answer must be a text'),
+    ({'prompt': 'Hi', 'answer': 'a' * 99}, 'the limit is 8'),
+    ({'prompt': 7}, 'messages must be a list'),
+  ):
+    file.write_text(json.dumps({'prompt': 'fine'}) + '\n' + json.dumps(row))
+    with pytest.raises(UserError, match=f'canaries.jsonl.*2.*{said}'):
+      service._read_canaries(str(file))  # noqa: SLF001
 
 
 def test_a_limit_that_the_user_sets_needs_canary_prompts(ada):

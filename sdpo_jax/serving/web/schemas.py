@@ -310,8 +310,8 @@ class FeedbackBody(FeedbackItem):
   mode: Literal['commit', 'dry_run'] = Field('commit', description='dry_run: learn nothing, only return the response.')
   guards: dict[str, Number | None] | None = Field(
     None,
-    description='max_kl_to_base, min_entropy, max_loss_ratio, max_self_similarity, max_rejected_rise; null turns one '
-    'off.',
+    description='max_kl_to_base, min_entropy, max_loss_ratio, max_self_similarity, max_rejected_rise, '
+    'max_ability_loss; null turns one off.',
   )
   detail: list[str] | None = Field(
     None, description=f'Which per-token lists the response has, of {", ".join(DETAILS)}; null: all.'
