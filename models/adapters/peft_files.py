@@ -165,16 +165,6 @@ def held(adapter: lora.Adapter, rows: parameters.Table) -> Iterator[tuple[parame
         yield row, layer
 
 
-def fresh(adapter: lora.Adapter, rows: parameters.Table, seed: int) -> Tree:
-  """Return factors, NumPy arrays, that do not change the model yet, as PEFT initializes them; 0 in layers without."""
-  # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
-  tree = parameters.draw(rows, [0, seed % 2**32], 0.0, lambda _, values: values)
-  layers = {(row.name, layer) for row, layer in held(adapter, rows)}
-  for row in rows:
-    parameters.get(tree, row.path)[[(row.name, layer) not in layers for layer in range(row.layers)]] = 0
-  return tree
-
-
 def _known(name: str, known_name: KnownName) -> str | None:
   """Return the name in the table of a tensor in a file; None: it belongs to a part that is not trained."""
   factor = _FACTOR.fullmatch(name)

@@ -63,12 +63,13 @@ class StoreConfig:
   )
   keep_versions: int = setting(
     16,
-    'Number of versions of an adapter to keep, besides its first, its newest and pinned ones; 0: all of them.',
+    'Number of versions of an adapter to keep, besides its first, its newest and pinned ones; 0: all, until idle_s. Of '
+    'one that learns all the time, up to twice as many.',
     Range(at_least=0, unit='versions'),
   )
   idle_s: float = setting(
     14 * 86400.0,
-    'Time after which an adapter that has not changed keeps only these three, and loses the moments of its optimizer.',
+    'Time without a new version after which an adapter keeps only these, and the newest loses its moments.',
     SECONDS,
   )
   moments: Literal['float32', 'bfloat16', 'none'] = setting(

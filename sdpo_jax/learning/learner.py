@@ -15,7 +15,7 @@ from sdpo_jax.learning import batching, requests, signals, training_pool
 from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.requests import AdamW, Lesson, Task
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, mesh_of, on_devices
-from sdpo_jax.learning.training_pool import SlotState, StepSettings
+from sdpo_jax.learning.training_pool import ROUNDING, SlotState, StepSettings
 from sdpo_jax.learning.update import UpdateSpec, layout, make_update
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.models.forward import forward
@@ -57,12 +57,12 @@ class Learned:
   @property
   def stepped(self) -> bool:
     """Whether steps were taken and none was refused, as is one whose gradient is not finite."""
-    return not self.unchanged and all(step['stepped'] or step['grad_norm'] == 0 for step in self.steps)
+    return not self.unchanged and all(step['stepped'] or step['grad_norm'] <= ROUNDING for step in self.steps)
 
   @property
   def unchanged(self) -> bool:
-    """Whether every gradient was 0, so that no bit has changed."""
-    return not any(step['grad_norm'] for step in self.steps)
+    """Whether every gradient was 0 but for rounding, so that no bit has changed."""
+    return all(step['grad_norm'] <= ROUNDING for step in self.steps)
 
 
 @dataclasses.dataclass

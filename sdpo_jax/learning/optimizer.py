@@ -301,7 +301,7 @@ def take_step(
   state: Tree,
   grads: Tree,
   allowed: Callable[[Tree], jax.Array] | None = None,
-  skip_empty: bool = False,
+  smallest: float | None = None,
 ) -> tuple[tuple[Tree, Tree], jax.Array, jax.Array]:
   """Take one optimizer step, or leave every bit as it is if the gradient is not finite (reference dp_actor.py:577-580).
 
@@ -313,13 +313,14 @@ def take_step(
     state: the optimizer's state.
     grads: gradients of all rows of the step.
     allowed: maps the new parameters and state to [] bool, whether the step may be taken; None: it may.
-    skip_empty: whether a gradient of norm 0 is no step either, so that neither momentum nor decay moves anything.
+    smallest: a gradient of this norm or less is no step either, so that neither momentum nor decay moves anything; None:
+      every norm is.
 
   Returns:
     (parameters, state), the norm before clipping, and [] bool, whether the step was taken.
   """
   clipped, norm = clip_by_global_norm(grads, max_norm)
-  taken = jnp.isfinite(norm) & ((norm > 0) | (not skip_empty))
+  taken = jnp.isfinite(norm) if smallest is None else jnp.isfinite(norm) & (norm > smallest)
   updates, after = optimizer.update(clipped, state, parameters)
   moved = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), parameters, updates), after
   if allowed is not None:

@@ -41,6 +41,8 @@ class StepSettings:
   max_grad_norm: jax.Array  # [N] float32, of all factors of a slot; infinity: gradients are not clipped.
 
 
+# The largest norm of a gradient that is 0 but for rounding, as of a divergence from an equal distribution.
+ROUNDING = 1e-6
 LARGEST = 1e30  # Upper bound of the numbers of an adapter, safe in bfloat16, too.
 # The axis of the slots in each part of the state.
 _MOMENTS = optax.ScaleByAdamState(count=0, mu=lora_pool.AXIS, nu=lora_pool.AXIS)
@@ -107,8 +109,8 @@ def step(
 ) -> tuple[SlotState, dict[str, jax.Array]]:
   """Take one AdamW step in the active slots; no bit of the others changes.
 
-  A slot whose gradient is 0 or not finite is left unchanged, as in a training run (`learning.optimizer.take_step`). So
-  is a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
+  A slot whose gradient is 0 but for rounding, or not finite, is left unchanged (`learning.optimizer.take_step`). So is
+  a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
   reach the rows of other slots.
 
   Args:
@@ -134,7 +136,7 @@ def step(
       (state.moments, optax.EmptyState()),
       grads,
       lambda moved: active & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all(),
-      skip_empty=True,
+      smallest=ROUNDING,
     )
     return SlotState(trainable, moments), {'grad_norm': norm, 'stepped': stepped}
 

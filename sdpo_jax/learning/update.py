@@ -187,7 +187,7 @@ def apply_gradients(
     state.trainable,
     state.opt_state,
     grads,
-    skip_empty=spec.optimizer.skip_empty_steps,
+    smallest=0.0 if spec.optimizer.skip_empty_steps else None,
   )
   count = taken.astype(jnp.int32)
   state = state.replace(trainable=trainable, opt_state=opt_state, optimizer_step=state.optimizer_step + count)

@@ -111,6 +111,8 @@ class Account:
   ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
     checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
+    if checked.get('pinned_versions'):
+      raise InvalidRequest('A new adapter has no versions to pin yet: pin one when it is there.', field='settings')
     records.check_name(name, self.service.model_name)
     with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
@@ -140,9 +142,13 @@ class Account:
   ) -> tuple[AdapterRecord, Version]:
     """Create an adapter from a version of another one (None: the newest), with its settings and optimizer state."""
     adapter, version, store = self.adapter(id), self.version(id, number), self.service.store
-    details = {'from': records.lora_uri(adapter.id, version.number)}
-    settings = {name: value for name, value in adapter.settings.items() if name != 'pinned_versions'}
     state = store.optimizer_state(version)
+    details = {
+      'from': records.lora_uri(adapter.id, version.number),
+      'moments_of': state.moments_of,
+      'average_of': state.average_of,
+    }
+    settings = {name: value for name, value in adapter.settings.items() if name != 'pinned_versions'}
     made, first = self._create(name, settings, store.arrays(version), 'fork', details, request)
     if state.arrays:
       store.keep_optimizer_state(first, state.arrays)
@@ -151,9 +157,8 @@ class Account:
   def delete(self, id: str, expected: int | None) -> None:
     """Delete an adapter with all its versions, samples and feedback; its name becomes free."""
     with self.turn(id, expected) as adapter:
-      known = self.service.store.versions(self.owner, id)
       self.service.store.delete(self.owner, id, adapter.head if expected is not None else None)
-      self.service.worker.forget(*(version.engine_name for version in known))
+      self.service.worker.forget(*self.service.worker.known(f'{id}@'))
     self.service.events.forget(id)
 
   # Versions.
@@ -207,8 +212,8 @@ class Account:
           raise InvalidRequest(f'Version {newest.number} is the first one: there is nothing to undo.', field='to')
         if not earlier:
           raise InvalidRequest(
-            f'Version {newest.parent}, before {newest.number}, is not stored any more (serve.store.keep_versions): '
-            "name another one with 'to'.",
+            f'Version {newest.parent}, before {newest.number}, is not stored any more (serve.store.keep_versions, '
+            "idle_s): name another one with 'to'.",
             field='to',
           )
         to = earlier[0].number

@@ -11,6 +11,7 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import os
@@ -33,7 +34,7 @@ from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions, with
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.models import parameters
-from sdpo_jax.models.adapters import lora, lora_pool, peft_files
+from sdpo_jax.models.adapters import lora, lora_pool
 from sdpo_jax.models.adapters.lora_pool import LoraPool
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.models.policy import NO_MEMBER, Policy
@@ -45,6 +46,7 @@ from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
 from sdpo_jax.serving.records import BASE, TEACHING_MODEL, TEACHING_VERSION, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError, Places, Shelf
+from sdpo_jax.serving.store import versions
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 
@@ -307,7 +309,7 @@ class Engine:
 
   def fresh(self, seed: int) -> Arrays:
     """Return the arrays of a version as `create` would make it, without storing them."""
-    return self._flat(_FACTORS, peft_files.fresh(self._adapter, self._table, seed))
+    return versions.fresh(self._adapter, self._table, seed)
 
   def arrays(self, name: str) -> Arrays:
     """Return the arrays of a version or of an optimizer state by their names, read-only. Any thread may call.
@@ -354,12 +356,20 @@ class Engine:
       if (name == _COUNT or name.startswith(f'{_NU}/')) and np.min(array, initial=0) < 0:
         raise UserError(f'{name} of the version {version} has negative values, which it cannot have.')
       found[name] = array.copy() if array.flags.writeable else array
+    if version != version_of(version):  # A slot that still has the version may have other moments.
+      with contextlib.suppress(ValueError):  # It is in use.
+        self._slot_places.forget(version_of(version))
     self._shelf.put(version, found)
 
   @property
   def held_bytes(self) -> int:
-    """The bytes of all versions and optimizer states in host memory."""
-    return self._shelf.memory_bytes
+    """The bytes of all versions and optimizer states on the host, in memory and in files."""
+    return self._shelf.held_bytes
+
+  @property
+  def names(self) -> list[str]:
+    """The names of all versions and optimizer states. Any thread may call."""
+    return self._shelf.names
 
   def bytes_of(self, name: str) -> int:
     """Return the size of the arrays of a version in bytes; or of an optimizer state, if that has all arrays."""

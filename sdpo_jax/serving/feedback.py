@@ -23,10 +23,11 @@ from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
-from sdpo_jax.serving.feedback_request import FeedbackRequest, FeedbackTeacher, choose_teacher
+from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, optimizer_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
+from sdpo_jax.serving.store import optimizer_states
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
 from sdpo_jax.serving.worker import Worker
 
@@ -165,9 +166,12 @@ def _learn(
     rejected_rise = max(rises, default=None)
     measured = Measured(finite, ratio, **on_canaries, rejected_rise=rejected_rise, ability_loss=ability_loss)
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
-    began_with = _began_with(service, adapter, teacher)
-    details |= began_with
-    details['warnings'] += _lost_moments(store, adapter, began_with['moments_of'])
+    began = service.state_of(before)
+    details |= {
+      'moments_of': began.moments_of,
+      'average_of': None if teacher.average_rate is None else began.average_of,
+    }
+    details['warnings'] += _lost_moments(store, adapter, began.moments_of)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
     # Before the commit, since nothing may fail after it.
@@ -206,17 +210,13 @@ def _learn(
   return FeedbackResult(answer, learned.said, moved)
 
 
-def _began_with(service: ServiceState, adapter: AdapterRecord, teacher: FeedbackTeacher) -> dict[str, Any]:
-  """Return which versions' moments and average learning began with, as JSON (None: zeros; the factors)."""
-  read, head = service.state_read_for(adapter), adapter.head
-  moments, average = (head, head) if read is None else (read.moments_of, read.average_of)
-  return {'moments_of': moments, 'average_of': None if teacher.average_rate is None else average}
-
-
 def _lost_moments(store: Store, adapter: AdapterRecord, moments_of: int | None) -> list[str]:
   """Return a warning if learning from a version that was learned did not begin with its own moments."""
-  if moments_of == adapter.head or store.version(adapter.owner, adapter.id, adapter.head).reason != 'feedback':
-    return []
+  for version in store.lineage(adapter.owner, adapter.id):
+    if version.number == moments_of or version.reason in ('create', 'import'):
+      return []
+    if version.reason != 'undo':  # Which has the moments of its parent.
+      break
   instead = 'zeros' if moments_of is None else f'those of version {moments_of}'
   return [f'The moments of version {adapter.head} are not stored, so learning began with {instead}.']
 
@@ -351,7 +351,7 @@ def _check_teacher(store: Store, adapter: AdapterRecord, version: int) -> None:
   except (NotFound, Gone) as error:
     raise InvalidRequest(
       f'The teacher, version {version} of the adapter, does not exist any more: choose another teacher, or let the '
-      'service keep more versions (serve.store.keep_versions).',
+      'service keep more versions (serve.store.keep_versions, idle_s).',
       field='teacher',
     ) from error
 
@@ -405,6 +405,7 @@ def _note(
   }
   actions: list[Callable[[], None]] = []
   if committed is not None:  # With its optimizer state, which is written after the answer.
+    actions.append(lambda: service.note_state(committed[0], optimizer_states.own(*committed)))
     actions.append(lambda: store.keep_optimizer_state(*committed))
     actions.append(lambda: worker.stored(committed[0].engine_name))
   if request.mode == 'commit':

@@ -59,7 +59,8 @@ class EnginePlan:
   version_gib: float  # A version on the host, and in storage.
   state_gib: float  # Its optimizer state.
   versions_in_memory: int  # How many versions with their states fit into the memory of the host.
-  stored_gib: dict[str, float]  # An adapter in storage: 'busy', with as many versions as are kept, and 'idle'.
+  # An adapter in storage: 'busy', with as many versions as are kept, or a hundred if all are; and 'idle'.
+  stored_gib: dict[str, float]
   lengths: dict[str, float]  # Mean numbers of tokens of a feedback: 'prompt', 'completion', 'teacher'.
   feedback_s: dict[str, float]  # Seconds of one feedback, by operation.
   sampling_s: float  # Seconds per completion, with all rows in use.
@@ -237,7 +238,10 @@ def _summary(
   # Others go on while a version is written, and the state is written after the answer.
   speed = 1e6 * config.plan.storage_mb_s
   kept_state = state * {'float32': 1.0, 'bfloat16': 0.5, 'none': 0.0}[store.moments]
-  stored = {'busy': (1 + store.keep_versions) * version + kept_state, 'idle': version}
+  stored = {
+    'busy': (1 + 2 * store.keep_versions if store.keep_versions else 100) * version + kept_state,
+    'idle': version,
+  }
   together = min(settings.training_rows, settings.slots)  # Feedbacks in a micro-batch, each of another version.
   shards = mesh.shape[meshes.FSDP]
   prompts = shards * sizes.prompts_per_prefill(settings.prompt_buckets[-1], settings.rows // shards)

@@ -29,7 +29,7 @@ from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.peft_transfer import Served
-from sdpo_jax.serving.records import AdapterRecord, OptimizerState
+from sdpo_jax.serving.records import OptimizerState, Version
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
@@ -134,8 +134,8 @@ class ServiceState:
     # Canary prompts of adapters without their own, and answers that abilities are measured on, as token ids.
     self.default_canaries, self.abilities = self._read_canaries(config.serve.guards.canary_file)
     self._owners: collections.OrderedDict[str, str] = collections.OrderedDict()
-    # By adapter, the version whose optimizer state was read last, and what was found.
-    self._read_states: collections.OrderedDict[str, tuple[int, OptimizerState]] = collections.OrderedDict()
+    # By the name of a version, whose optimizer state it has in the engine; without arrays.
+    self._states: collections.OrderedDict[str, OptimizerState] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   # Versions of the engine.
@@ -163,21 +163,21 @@ class ServiceState:
     if engine_name == version.engine_name:
       return self.store.arrays(version)
     state = self.store.optimizer_state(version)
-    with self._lock:
-      self._read_states[adapter] = version.number, dataclasses.replace(state, arrays={})
-      self._read_states.move_to_end(adapter)
-      if len(self._read_states) > _OWNERS:
-        self._read_states.popitem(last=False)
+    self.note_state(version, state)
     return state.arrays
 
-  def state_read_for(self, adapter: AdapterRecord) -> OptimizerState | None:
-    """Return what was found, without arrays, when the state of an adapter's newest version was read last.
-
-    None: it was not read, since the engine has made it.
-    """
+  def note_state(self, version: Version, state: OptimizerState) -> None:
+    """Note which optimizer state a version has in the engine from now on."""
     with self._lock:
-      number, state = self._read_states.get(adapter.id, (None, None))
-    return state if number == adapter.head else None
+      self._states[version.engine_name] = dataclasses.replace(state, arrays={})
+      self._states.move_to_end(version.engine_name)
+      if len(self._states) > _OWNERS:
+        self._states.popitem(last=False)
+
+  def state_of(self, version: str) -> OptimizerState:
+    """Return whose optimizer state a version has in the engine, by its name; without arrays."""
+    with self._lock:
+      return self._states.get(version, OptimizerState({}, None, None))
 
   # Prompts.
 

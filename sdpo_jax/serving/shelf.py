@@ -44,7 +44,9 @@ class Shelf:
     self._folder, self._limit = folder, memory_bytes
     self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # Least recently used first.
     self._digests: dict[str, str] = {}  # The digest of each file, by version.
-    self._bytes = 0
+    self._bytes = 0  # In memory.
+    self._sizes: dict[str, int] = {}  # Bytes by version, in memory or in files, and their sum.
+    self._held = 0
     self._lock = threading.Lock()
 
   def __contains__(self, version: str) -> bool:
@@ -56,6 +58,18 @@ class Shelf:
     """The size of all arrays in memory, in bytes."""
     with self._lock:
       return self._bytes
+
+  @property
+  def held_bytes(self) -> int:
+    """The size of all arrays in memory and in files, in bytes."""
+    with self._lock:
+      return self._held
+
+  @property
+  def names(self) -> list[str]:
+    """The names of all versions."""
+    with self._lock:
+      return list(self._sizes)
 
   def put(self, version: str, arrays: Arrays) -> None:
     """Store the arrays of a version, and make them read-only.
@@ -70,6 +84,8 @@ class Shelf:
       for array in arrays.values():
         array.setflags(write=False)
       self._admit(version, arrays)
+      self._sizes[version] = _size(arrays)
+      self._held += self._sizes[version]
 
   def get(self, version: str) -> Arrays:
     """Return the arrays of a version, which are read-only.
@@ -89,6 +105,7 @@ class Shelf:
   def drop(self, version: str) -> None:
     """Drop a version and erase its file; a missing version is ignored."""
     with self._lock:
+      self._held -= self._sizes.pop(version, 0)
       if version in self._memory:
         self._bytes -= _size(self._memory.pop(version))
       if self._digests.pop(version, None) is not None:

@@ -24,7 +24,7 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
 from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
-from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name
+from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
@@ -247,6 +247,12 @@ class Worker:
     self._wake.set()
     for job in jobs:
       job.future.result()
+
+  def known(self, prefix: str) -> list[str]:
+    """Return the names of the versions in the engine that begin with a prefix."""
+    engine = self._engine
+    names = [] if engine is None else engine.names
+    return sorted({version_of(name) for name in names if name.startswith(prefix)})
 
   @property
   def stats(self) -> dict[str, float]:

@@ -207,7 +207,7 @@ def test_storage_bounds_feedbacks_and_has_a_price(monkeypatch, moments, numbers)
   assert plan.storage_s == pytest.approx(4 * numbers * ADAPTER / 1e-3)
   assert plan.feedbacks_per_hour == pytest.approx(3600 / plan.storage_s)
   assert plan.stored_gib['idle'] == 4 * ADAPTER / 2**30
-  assert plan.stored_gib['busy'] == pytest.approx(4 * (6 + numbers - 1) * ADAPTER / 2**30)
+  assert plan.stored_gib['busy'] == pytest.approx(4 * (11 + numbers - 1) * ADAPTER / 2**30)
   assert plan.storage_cost == {kind: pytest.approx(500 * size) for kind, size in plan.stored_gib.items()}
   assert f'${plan.storage_cost["busy"]:.3g} or ${plan.storage_cost["idle"]:.3g} a month' in pricing.text(plan)
 

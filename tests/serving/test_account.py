@@ -259,7 +259,9 @@ def test_an_idle_adapter_goes_on_from_what_is_kept(ada, monkeypatch):
   monkeypatch.setattr(ada.service.store, 'retention', Retention(idle_s=-1e9))
   assert ada.service.store.retain().versions >= 3
   assert ada.versions(adapter.id)[1:] == [undone] == in_effect(ada.versions(adapter.id))
-  with pytest.raises(InvalidRequest, match='Version 2, before 4, is not stored any more .serve.store.keep_versions.'):
+  with pytest.raises(
+    InvalidRequest, match='Version 2, before 4, is not stored any more .serve.store.keep_versions, idle'
+  ):
     ada.undo(adapter.id, None)
   learn(ada, adapter.id, 3)
   assert [version.number for version in in_effect(ada.versions(adapter.id))] == [5, 4]

@@ -94,17 +94,30 @@ def test_a_teacher_who_knows_nothing_more_teaches_exactly_nothing(ada, update):
   assert answer['metrics']['teacher_gap'] == 0.0
 
 
-@pytest.mark.parametrize('kind', ['sdpo', 'jsd_pg', 'hybrid'])
+EMPTY = {
+  'sdpo': LOSSES[0],
+  'jsd_pg': LOSSES[1],
+  'hybrid': LOSSES[0],
+  'forward_kl': {'alpha': 0.0},  # Their gradients have norms of about 1e-8.
+  'reverse_kl': {'alpha': 1.0},
+  'equal_rewards': LOSSES[0],
+}
+
+
+@pytest.mark.parametrize('kind', EMPTY)
 @pytest.mark.parametrize('count', [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_feedbacks_without_a_gradient_move_no_bit(ada, kind, count):
   adapter, drawn = learned(ada)  # Its moments are not 0, so that a step of AdamW would move the factors.
   before, _ = arrays(ada, adapter)
   items = [Item(sample_id=drawn.id)] + [Item(sample_id=drawn.id, reward=0.0)] * (kind == 'hybrid')
-  update = {**LOSSES[kind == 'jsd_pg'], 'weight_decay': 0.5, 'steps': 2}
+  if kind == 'equal_rewards':
+    items = [Item(sample_id=drawn.id, reward=0.1)] * 3  # Their mean is rounded.
+  update = {**EMPTY[kind], 'weight_decay': 0.5, 'steps': 2}
   for _ in range(count):
     answer = fed(ada, adapter.id, 1, ask(ada, *items, update=update))
     assert (answer['unchanged'], answer['accepted'], answer['version_after']) == (True, True, 1)
-    assert [(step['grad_norm'], step['stepped']) for step in answer['steps']] == [(0.0, False)] * 2
+    assert all(step['grad_norm'] < 1e-6 and not step['stepped'] for step in answer['steps'])
+    assert kind in ('forward_kl', 'reverse_kl', 'equal_rewards') or answer['metrics']['grad_norm'] == 0
     assert list(answer['timings']) == [*STAGES, 'unchanged']
   assert arrays(ada, adapter)[0] == before
   assert len(ada.service.store.feedback(ada.owner, adapter.id)) == count + 1
@@ -149,7 +162,37 @@ def test_learning_goes_on_from_what_is_stored_as_from_what_the_engine_has(ada, k
   assert (first['moments_of'], second['moments_of']) == (3, 1) and second['metrics'] == first['metrics']
   assert of_newest(ada, twin) == of_newest(ada, adapter)
   undone = ada.undo(twin.id, None)
-  assert ada.service.store.arrays(undone).keys() and taught(ada, twin, drawn)['moments_of'] is None
+  answer = taught(ada, twin, drawn)
+  assert answer['moments_of'] is None
+  assert answer['warnings'] == [f'The moments of version {undone.number} are not stored, so learning began with zeros.']
+
+
+def test_an_average_is_that_of_the_feedback_before_or_begins_with_the_factors(ada, service):
+  """Whether the engine has it or the store."""
+  said = {}
+  for where in ('engine', 'store'):
+    adapter, _ = ada.create(where, seed=0)
+    [drawn] = sample(ada, 'base', seed=5)
+    said[where] = []
+    for kind in ('ema', 'ema', 'live', 'ema'):
+      answer = taught(ada, adapter, drawn, teacher={'kind': kind}, update={**LOSSES[0], 'alpha': 0.5})
+      said[where].append((answer['average_of'], answer['metrics']['loss']))
+      if where == 'store':
+        service.store._writer.submit(int).result()  # noqa: SLF001 (The state has been written.)
+        service.worker.forget(engine_name(adapter.id, answer['version_after']))
+  assert [average for average, _ in said['engine']] == [None, 1, None, None]
+  assert said['engine'] == said['store']
+
+
+def test_a_version_in_a_slot_goes_on_from_the_state_that_was_read(ada, service):
+  adapter, drawn = learned(ada)
+  twin, _ = ada.fork(adapter.id, None, 'twin')
+  for each in (adapter, twin):
+    name = optimizer_name(engine_name(each.id, each.head if each is twin else 1))
+    if each is adapter:
+      service.worker._engine.drop(name)  # noqa: SLF001 (As memory that is full makes it.)
+  assert taught(ada, adapter, drawn)['metrics'] == taught(ada, twin, drawn)['metrics']
+  assert of_newest(ada, twin) == of_newest(ada, adapter)
 
 
 def test_the_answer_says_whose_moments_learning_began_with(ada, service, monkeypatch):

@@ -1,7 +1,8 @@
 """Optimizer state of versions, stored apart from the factors: what learning goes on from, and sampling never reads.
 
 A version is acknowledged before its state is written. Learning goes on from a version's own state, or else from that of
-its closest ancestor that has one, or else from zero moments; an average that is missing starts from the factors.
+its closest stored ancestor that has one, or else from zero moments; an average that is missing starts from the factors.
+An average is written before the moments, which complete a state: behind those no average is looked for.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def write(
     dtype: how moments are stored; 'none': not at all.
   """
   files = {}
+  if average := _of(AVERAGE, arrays):
+    files[AVERAGE] = _sealed(version, average)
   if _COUNT in arrays and dtype != 'none':
     moments = _of(MOMENTS, arrays)
     if dtype == 'bfloat16':  # Their bits, since NumPy has no type of that name for safetensors.
       moments = {name: array.astype(ml_dtypes.bfloat16).view(np.uint16) for name, array in moments.items()}
     files[MOMENTS] = _sealed(version, {**moments, _COUNT: arrays[_COUNT]})
-  if average := _of(AVERAGE, arrays):
-    files[AVERAGE] = _sealed(version, average)
   for name, content in files.items():
     blobs.put(f'{folder}/versions/{versions.version_folder(version.number, version.digest)}/{name}', content)
   return sum(map(len, files.values()))
@@ -64,7 +65,7 @@ def read(blobs: Blobs, base: Base, folder: str, lineage: Sequence[Version]) -> O
   stored = {entry.key for entry in blobs.list(f'{folder}/versions')}
   arrays: dict[str, np.ndarray] = {}
   found: dict[str, int | None] = {}
-  for file in _KINDS:
+  for file in (MOMENTS, AVERAGE):
     found[file] = None
     for version in lineage:
       key = f'{folder}/versions/{versions.version_folder(version.number, version.digest)}/{file}'
@@ -73,6 +74,7 @@ def read(blobs: Blobs, base: Base, folder: str, lineage: Sequence[Version]) -> O
       try:
         arrays |= _unsealed(base, version, file, blobs.get(key))
         found[file] = version.number
+        lineage = lineage[: lineage.index(version) + 1]
         break
       except (ValueError, FileNotFoundError) as error:  # The next one is as good as if this had not been written.
         _logger.warning('%s/%s cannot be used: %s', blobs.name, key, error)

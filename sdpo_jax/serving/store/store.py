@@ -6,7 +6,7 @@ rows of the database. It exists once HEAD has moved; what a process leaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -217,7 +217,7 @@ class Store:
       now = self.clock()
       adapter = AdapterRecord(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
       with self._alone(adapter.id):
-        arrays = versions.fresh(self.base, seed) if arrays is None else arrays
+        arrays = versions.fresh(self.base.adapter, self.base.rows, seed) if arrays is None else arrays
         return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request, seed)
     finally:
       with self._lock:
@@ -253,12 +253,20 @@ class Store:
     """
     self._known(owner, id)
     with self._alone(id):
+      if settings.get('pinned_versions'):  # A newer state would take the place of one that waits.
+        self._write_state(id)
       head, tagged = self._head(owner, id, expected)
-      pinned = {str(number): self.version(owner, id, number).digest for number in settings.get('pinned_versions', ())}
+      pinned = {
+        str(number): head.pinned.get(str(number)) or self.version(owner, id, number).digest
+        for number in settings.get('pinned_versions', ())
+      }
+      gone = {number for number in head.pinned.keys() - pinned.keys() if 0 < int(number) < head.kept_from}
       adapter = dataclasses.replace(head.adapter, settings=jsonable(settings))
-      head = dataclasses.replace(head, adapter=adapter, pinned=pinned)
-      self._swap_head(head, tagged, request)
-      return head.adapter
+      self._swap_head(dataclasses.replace(head, adapter=adapter, pinned=pinned), tagged, request)
+      if gone:
+        folder, _ = self._place(id)
+        self._remove(owner, id, folder, [key for key, of in self._listed(folder) if str(of.number) in gone])
+      return adapter
 
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:
     """Erase an adapter: its versions, samples, feedback, and the responses to requests about it.
@@ -390,11 +398,16 @@ class Store:
       A future that is done when the state was written, or will be tried again by `retain`.
     """
     with self._lock:
+      self._states.pop(version.adapter, None)
       self._states[version.adapter] = version, arrays
-      waiting = len(self._states)
     done = self._writer.submit(self._write_state, version.adapter)
-    if waiting > _STATES:  # So that memory is bounded: whoever learns faster than is written waits.
-      done.result()
+    # So that memory is bounded, whoever learns faster than is written waits; and what cannot be written is given up.
+    while len(self._states) > _STATES:
+      oldest = next(iter(self._states))
+      self._writer.submit(self._write_state, oldest).result()
+      with self._lock:
+        if len(self._states) > _STATES and self._states.pop(oldest, None) is not None:
+          _logger.error('The optimizer state of %s is given up, since too many cannot be stored.', oldest)
     return done
 
   def optimizer_state(self, version: Version) -> OptimizerState:
@@ -405,6 +418,10 @@ class Store:
       return optimizer_states.own(version, arrays)
     lineage = self._lineage(version)
     return optimizer_states.read(self.blobs, self.base, self._place(version.adapter)[0], lineage)
+
+  def lineage(self, owner: str, id: str) -> list[Version]:
+    """Return the newest version of an adapter, its parent, and so on, as far as they are stored."""
+    return self._lineage(self.version(owner, id, self.adapter(owner, id).head))
 
   def _lineage(self, version: Version) -> list[Version]:
     """Return a version, its parent, and so on, as far as they are stored."""
@@ -426,14 +443,23 @@ class Store:
       return
     version, arrays = item
     try:
-      folder, known = self._place(id)
+      folder, _ = self._place(id)
       size = optimizer_states.write(self.blobs, folder, version, arrays, self.retention.moments)
       with self._lock:
         self._written += size
-      older = [(key, of) for key, of in self._listed(folder) if of.is_state and of.number < version.number]
-      self.blobs.delete([key for key, of in older if str(of.number) not in known.head.pinned], folder)
-      if self.database.known(id) is None:  # It was deleted meanwhile.
-        self.blobs.delete([key for key, of in self._listed(folder) if of.is_state], folder.rpartition('/')[0])
+      states = [(key, of) for key, of in self._listed(folder) if of.is_state]
+      known = self.database.known(id)
+      if known is None or known.deleted:  # Meanwhile.
+        self.blobs.delete([key for key, _ in states], folder.rpartition('/')[0])
+        raise NotFound(f'There is no adapter {id}.')
+      older = [key for key, of in states if of.number < version.number and str(of.number) not in known.head.pinned]
+      self.blobs.delete(older, folder)
+      adapter, keep = known.head.adapter, self.retention.keep_versions
+      if (
+        keep and adapter.head - 2 * keep > known.head.kept_from
+      ):  # `retain` is too rare for one that learns all the time.
+        with self._alone(id), contextlib.suppress(VersionConflict, Damaged):
+          self._shrink(adapter, -math.inf)
     except (NotFound, FileNotFoundError):  # The adapter or the version was removed.
       pass
     except Exception:
@@ -452,7 +478,7 @@ class Store:
       now: seconds since the epoch; None: the clock's time.
     """
     now = self.clock() if now is None else now
-    removed = 0
+    removed, failed = 0, None
     for id in list(self._doubtful):
       with self._alone(id), contextlib.suppress(Damaged):
         self._settle(id)
@@ -460,14 +486,22 @@ class Store:
       self._writer.submit(self._write_state, id)
     idle = now - self.retention.idle_s
     for adapter in self.database.to_shrink(self.retention.keep_versions, idle):
-      # Skip adapters that were deleted, changed meanwhile, or are damaged.
-      with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):
-        removed += self._shrink(adapter, idle)
+      if adapter.id in self._states:  # It has just learned, or its state must be written first.
+        continue
+      try:
+        with self._alone(adapter.id):
+          removed += self._shrink(adapter, idle)
+      except (NotFound, VersionConflict, Damaged):  # It was deleted, changed meanwhile, or is damaged.
+        continue
+      except StorageFailed as error:  # The others first.
+        failed = error
     with self.database.writing() as rows:
       samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
       requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
     if samples or requests:
       self.database.truncate_log()
+    if failed is not None:
+      raise failed
     return Retained(removed, samples, requests)
 
   def _shrink(self, adapter: AdapterRecord, idle: float) -> int:
@@ -489,15 +523,19 @@ class Store:
     listed = [(key, of) for key, of in self._listed(folder) if str(of.number) not in head.pinned]
     old = [(key, of) for key, of in listed if 0 < of.number < first]
     moments = [key for key, _ in listed if key.endswith(versions.MOMENTS)] if is_idle else []
-    try:
-      self.blobs.delete({*moments, *(key for key, _ in old)}, folder)
-    except StorageFailed:
-      self._doubt(adapter.owner, adapter.id)  # The remaining blobs are garbage, which `_settle` removes.
-      raise
+    self._remove(adapter.owner, adapter.id, folder, {*moments, *(key for key, _ in old)})
     if is_idle:
       with self.database.writing() as rows:
         put(rows, 'shrunk', {'adapter': adapter.id, 'head': adapter.head}, conflict='REPLACE')
     return len({of.version for _, of in old})
+
+  def _remove(self, owner: str, id: str, folder: str, keys: Iterable[str]) -> None:
+    """Remove blobs of versions that the HEAD of an adapter does not lead to any more."""
+    try:
+      self.blobs.delete(keys, folder)
+    except StorageFailed:
+      self._doubt(owner, id)  # The remaining blobs are garbage, which `_settle` removes.
+      raise
 
   def _listed(self, folder: str) -> Iterator[tuple[str, BlobKey]]:
     """Yield the keys of the versions of the adapter in a folder, with their parts."""

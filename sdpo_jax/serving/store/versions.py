@@ -29,7 +29,7 @@ import safetensors.numpy
 from sdpo_jax.errors import first_line
 from sdpo_jax.files import PARTIAL, jsonable
 from sdpo_jax.models import parameters
-from sdpo_jax.models.adapters import peft_config, peft_files
+from sdpo_jax.models.adapters import lora, peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.records import AdapterRecord, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs
@@ -132,7 +132,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
 def arrays_of(base: Base, weights: bytes) -> dict[str, np.ndarray]:
   """Read the factors of a version from PEFT's weights, bit for bit as `files_of` has stored them.
 
-  Layers without factors of a matrix have zeros, as `peft_files.fresh` gives them.
+  Layers without factors of a matrix have zeros, as `fresh` gives them.
 
   Raises:
     ValueError: the file holds other arrays, or is not a valid safetensors file.
@@ -148,10 +148,15 @@ def arrays_of(base: Base, weights: bytes) -> dict[str, np.ndarray]:
   return found
 
 
-def fresh(base: Base, seed: int) -> dict[str, np.ndarray]:
-  """Return the factors of a version that does not change the model; a seed always gives the same."""
-  tree = peft_files.fresh(base.adapter, base.rows, seed)
-  return {f'factors/{row.name}': parameters.get(tree, row.path) for row in base.rows}
+def fresh(adapter: lora.Adapter, rows: parameters.Table, seed: int) -> dict[str, np.ndarray]:
+  """Return factors that do not change the model yet, as PEFT draws them; in layers without factors they are 0."""
+  # The two words of `jax.random.key(seed)`, which would compile a program if it were called.
+  tree = parameters.draw(rows, [0, seed % 2**32], 0.0, lambda _, values: values)
+  found = {f'factors/{row.name}': parameters.get(tree, row.path) for row in rows}
+  held = {(row.name, layer) for row, layer in peft_files.held(adapter, rows)}
+  for row in rows:
+    found[f'factors/{row.name}'][[(row.name, layer) not in held for layer in range(row.layers)]] = 0
+  return found
 
 
 def check_arrays(shapes: Mapping[str, tuple[int, ...]], arrays: Arrays) -> None:
@@ -251,10 +256,17 @@ def read_files(
     Damaged: a file is missing or differs from its digest in the manifest.
   """
   found = {}
-  drawn = None if manifest.seed is None else files_of(base, fresh(base, manifest.seed))
+  if manifest.seed is not None:
+    drawn = files_of(base, fresh(base.adapter, base.rows, manifest.seed))
+    if hashlib.sha256(drawn[peft_files.WEIGHTS]).hexdigest() != manifest.files[peft_files.WEIGHTS]:
+      raise Damaged(
+        f'{blobs.name}/{folder}: version {manifest.version.number} is not stored but drawn from a seed, and this '
+        'version of NumPy draws other numbers than when it was made: undo to another version.'
+      )
+    return {name: drawn[name] for name in names}  # The configuration names the model's path, which may have moved.
   for name in names:
     key = f'{folder}/versions/{manifest.folder}/{name}'
-    found[name] = _get(blobs, key) if drawn is None else drawn[name]
+    found[name] = _get(blobs, key)
     if hashlib.sha256(found[name]).hexdigest() != manifest.files.get(name):
       raise Damaged(f'{blobs.name}/{key} is damaged: {_WAY_OUT}.')
   return found

@@ -231,7 +231,7 @@ def _learn(
 
 def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
   """Return the result of learning as JSON in the form of `DistillSaid`."""
-  told = ('accepted', 'reason', 'unchanged', 'version_before', 'version_after')
+  told = ('accepted', 'reason', 'unchanged', 'moments_of', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
     'lora_uri': records.lora_uri(adapter.id, answer['version_after']),

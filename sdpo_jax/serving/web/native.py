@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import records
-from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
@@ -406,12 +407,14 @@ def _version_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
   """Return the response to a feedback, rebuilt from the details of the version that it made."""
-  made = account.version(adapter, version)
-  known = {'accepted': True, 'reason': None, 'unchanged': False, 'metrics': {}, **made.details}
+  details: Mapping[str, Any] = {}
+  with contextlib.suppress(Gone):  # Retention has removed it meanwhile.
+    details = account.version(adapter, version).details
+  known = {'accepted': True, 'reason': None, 'unchanged': False, 'metrics': {}, **details}
   return known | {
     'adapter': adapter,
-    'version_before': made.parent,
-    'version_after': made.number,
+    'version_before': version - 1,
+    'version_after': version,
     'recovered': True,
     'timings': {},
   }

@@ -89,8 +89,8 @@ def test_only_the_newest_version_and_pinned_ones_have_a_state(tmp_path, store):
   store.close()
   with open_store(tmp_path) as again:
     second = again.version('ada', adapter.id, 2)
-    found = assert_state(again, fourth, 4, 2)  # The average is that of the closest ancestor that has one.
-    assert (found.moments_of, found.average_of) == (4, 2)
+    found = assert_state(again, fourth, 4)  # It has moments, so that no older average is taken.
+    assert (found.moments_of, found.average_of) == (4, None)
     assert_state(again, third, 2, 2)
     assert_state(again, again.version('ada', adapter.id, 1), None)
     undone = step(again, adapter, 2, reason='undo', parent=2)
@@ -157,6 +157,60 @@ def test_states_that_cannot_be_written_yet_are_there_and_are_tried_again(tmp_pat
     assert files(again, adapter)[1] == files(again, adapter)[2] == WHOLE
 
 
+def test_states_that_cannot_be_written_are_given_up_when_there_are_too_many(store, monkeypatch, caplog):
+  def fail(*_):
+    raise StorageFailed('The disk is full.')
+
+  made = [step(store, adapter_of(store, str(index)), 1) for index in range(2)]
+  monkeypatch.setattr(store.blobs, 'put', fail)
+  for index in range(2, 14):
+    made.append(step(store, adapter_of(store, str(index)), 1))
+  assert store.stats['waiting_states'] == 8 and 'is given up' in caplog.text
+  assert [store.optimizer_state(version).moments_of for version in made] == [1, 1, *[None] * 4, *[1] * 8]
+  monkeypatch.undo()
+
+
+def test_a_pinned_version_does_not_lose_a_state_that_waits(store, monkeypatch):
+  adapter = adapter_of(store)
+  with monkeypatch.context() as patched:
+    patched.setattr(store._writer, 'submit', lambda *_: None)  # noqa: SLF001 (It is slow.)
+    second = [store.commit('ada', adapter.id, n, arrays(n), reason='feedback', details={}) for n in (0, 1)][1]
+    store.keep_optimizer_state(second, state(2))
+    store.change_settings('ada', adapter.id, 2, {'pinned_versions': [2]})
+  step(store, adapter, 3)
+  assert_state(store, second, 2, 2)
+
+
+def test_an_adapter_that_learns_all_the_time_is_shrunk_between_two_passes(tmp_path):
+  with open_store(tmp_path, retention=Retention(keep_versions=3)) as store:
+    adapter, most = adapter_of(store), 0
+    for seed in range(1, 25):
+      step(store, adapter, seed)
+      most = max(most, len(store.versions('ada', adapter.id)))
+    assert most <= 2 + 2 * 3 + 1 and store.versions('ada', adapter.id)[-1].number == 24
+    assert sorted(files(store, adapter)) == [version.number for version in store.versions('ada', adapter.id)]
+
+
+def test_one_adapter_that_cannot_be_shrunk_does_not_keep_others_from_it(tmp_path, monkeypatch):
+  with open_store(tmp_path, retention=Retention(keep_versions=1)) as store:
+    bad, good = adapter_of(store, 'bad'), adapter_of(store, 'good')
+    for adapter in (bad, good):
+      for number in range(3):
+        store.commit('ada', adapter.id, number, arrays(1), reason='feedback', details={})
+    delete = store.blobs.delete
+
+    def fails(keys, below):
+      if bad.id in below:
+        raise StorageFailed('The disk is broken.')
+      delete(keys, below)
+
+    monkeypatch.setattr(store.blobs, 'delete', fails)
+    with pytest.raises(StorageFailed):
+      store.retain()
+    assert sorted(files(store, good)) == [0, 2, 3]
+    monkeypatch.undo()
+
+
 def test_many_states_wait_only_while_there_is_room(store, monkeypatch):
   adapters = [adapter_of(store, str(index)) for index in range(12)]
   put, waiting = store.blobs.put, []
@@ -173,19 +227,25 @@ def test_many_states_wait_only_while_there_is_room(store, monkeypatch):
 def test_a_state_of_a_deleted_adapter_leaves_nothing(store, monkeypatch):
   """It is deleted while its state is written: before the file is there, and after."""
   put = store.blobs.put
-  for early in (True, False):
-    adapter = adapter_of(store, f'deleted {early}')
+  for when in ('before', 'after', 'within'):
+    adapter = adapter_of(store, f'deleted {when}')
 
-    def between(*item, of=adapter, early=early):
-      if early:
+    def between(*item, of=adapter, when=when):
+      if when == 'before':
         store.delete('ada', of.id)
+      if when == 'within':  # The deletion has listed the files, and has not ended yet.
+        with store.database.writing() as rows:
+          store.database.mark_deleted(rows, of.id)
       put(*item)
-      if not early:
+      if when == 'after':
         store.delete('ada', of.id)
 
     with monkeypatch.context() as patched:
       patched.setattr(store.blobs, 'put', between)
       step(store, adapter, 1)
+    if when == 'within':
+      assert not any(name in STATE for names in files(store, adapter).values() for name in names)
+      continue
     left = [entry.key.rpartition('/')[2] for entry in store.blobs.list(versions.adapter_folder('ada', adapter.id))]
     assert left == [versions.TOMBSTONE]
 
@@ -219,6 +279,7 @@ def test_idle_adapters_keep_their_newest_and_pinned_versions_without_moments(tmp
     store.change_settings('ada', adapter.id, 5, {'pinned_versions': []})
     with pytest.raises(Gone):
       store.version('ada', adapter.id, 1)
+    assert 1 not in files(store, adapter)
     step(store, adapter, 6), step(store, adapter, 7), step(store, adapter, 8)
     store.retain()
     assert sorted(files(store, adapter)) == [0, 5, 6, 7, 8]
@@ -261,7 +322,7 @@ def test_moments_may_be_stored_in_bfloat16_or_not_at_all(tmp_path):
 
 def test_a_version_from_a_seed_has_no_files_and_is_checked(tmp_path, store, monkeypatch):
   adapter, version = store.create('ada', 'mine', {}, seed=7)
-  twin, _ = store.create('ada', 'twin', {}, versions.fresh(store.base, 7))
+  twin, _ = store.create('ada', 'twin', {}, versions.fresh(store.base.adapter, store.base.rows, 7))
   assert files(store, adapter) == {0: BARE} and files(store, twin) == {0: WHOLE}
   listed = json.loads(path_of(tmp_path, version, versions.MANIFEST).read_bytes())
   twins = store.version('ada', twin.id, 0)
@@ -270,6 +331,6 @@ def test_a_version_from_a_seed_has_no_files_and_is_checked(tmp_path, store, monk
   for name, array in store.arrays(version).items():
     assert (not array.any()) == name.endswith('_b') or 'down' in name
   real = versions.fresh
-  monkeypatch.setattr(versions, 'fresh', lambda base, seed: real(base, seed + 1))
-  with pytest.raises(Damaged, match='adapter_model.safetensors is damaged'):
+  monkeypatch.setattr(versions, 'fresh', lambda adapter, rows, seed: real(adapter, rows, seed + 1))
+  with pytest.raises(Damaged, match='version 0 is not stored but drawn from a seed, and this version of NumPy'):
     store.arrays(version)
