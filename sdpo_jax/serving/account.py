@@ -8,14 +8,17 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import secrets
 from typing import Any
 
 import numpy as np
 
+from sdpo_jax.config.privacy import public_place
 from sdpo_jax.errors import short_repr
+from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.models.adapters import peft_files
+from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.reporting import model_card
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, records, request_prompts
@@ -241,7 +244,10 @@ class Account:
     """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""
     adapter, version, service = self.adapter(id), self.version(id, number), self.service
     card = model_card.text_of_adapter(adapter.name, version.number, service.served.described(), service.config)
-    return {**service.store.peft_files(version), model_card.FILE: card.encode()}
+    files = service.store.peft_files(version)
+    own = json.loads(files[peft_config.FILE])
+    own['base_model_name_or_path'] = public_place(service.config.model.path)
+    return {**files, peft_config.FILE: as_json(own), model_card.FILE: card.encode()}
 
   # Sampling and scoring.
 

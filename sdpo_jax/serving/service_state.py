@@ -27,9 +27,9 @@ from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.peft_transfer import Served
+from sdpo_jax.serving.sidecar import Sidecar
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.worker import Worker
-from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import chat_format
 
@@ -98,7 +98,7 @@ class ServiceState:
     served: Served,
     *,
     positions: int | None = None,
-    endpoint: Endpoint | None = None,
+    endpoint: Sidecar | None = None,
     clock: Callable[[], float] = time.time,
   ):
     """Make the state from its parts; `Service.make` makes these from settings.
@@ -182,7 +182,8 @@ class ServiceState:
 
     Raises:
       InvalidRequest: there is no external teacher.
-      UserError: a lesson does not fit the engine, or the teacher returns nothing usable for it.
+      UserError: a lesson does not fit the engine.
+      TeacherUnavailable: as `Sidecar.score`.
       Cancelled: the client has disconnected.
       Deadline: the deadline has passed.
     """

@@ -69,8 +69,9 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
 
   @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
   async def readyz(request: Request) -> Response:
-    if lifetime.ready:
-      return JSONResponse({'status': 'ready'})
+    if lifetime.ready:  # Also without its external teacher: sampling needs none.
+      teacher = lifetime.present.endpoint
+      return JSONResponse({'status': 'ready'} | ({} if teacher is None else {'teacher': teacher.state}))
     if lifetime.why_not():
       return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)
     status = 'draining' if lifetime.draining else 'starting'

@@ -40,8 +40,8 @@ class CreateAdapter(RequestBody):
   name: Name = Field(description='A name, unique among your adapters.')
   settings: dict[str, Any] = Field(
     default_factory=dict,
-    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…} and canary_prompts […], with the '
-    'defaults of /v1/capabilities.',
+    description='teacher {kind: live | ema | lagged | base | frozen | model | endpoint, …}, guards {…} and '
+    'canary_prompts […], with the defaults of /v1/capabilities.',
   )
   base_model: str | None = Field(None, description='The model that you expect; an error if another one is served.')
   rank: int | None = Field(None, description='The rank that you expect; an error if another one is served.')
@@ -305,7 +305,9 @@ class FeedbackBody(FeedbackItem):
   items: list[FeedbackItem] | None = Field(None, description='Several completions, instead of the fields of one.')
   update: Update = Field(default_factory=Update)
   teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
+    None,
+    description='live, ema, lagged, base, frozen or endpoint, or {kind: …} with its settings, such as {kind: model, '
+    "name: …}; /v1/capabilities lists those here. null: the adapter's.",
   )
   mode: Literal['commit', 'dry_run'] = Field('commit', description='dry_run: learn nothing, only return the response.')
   guards: dict[str, Number | None] | None = Field(

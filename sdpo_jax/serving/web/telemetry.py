@@ -18,7 +18,7 @@ import traceback
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sdpo_jax.serving.web.admission import Lifetime
 
@@ -144,6 +144,12 @@ class _Stats:
 
   def collect(self) -> Iterable[Metric]:
     service = self._lifetime.present
+    if service is not None and service.endpoint is not None:
+      teacher = service.endpoint
+      is_open = float(teacher.state['breaker'] != 'closed')
+      yield GaugeMetricFamily('sdpo_teacher_open', 'Whether the external teacher is not asked.', value=is_open)
+      for name, value in teacher.counts.items():
+        yield CounterMetricFamily(f'sdpo_teacher_{name}', f'Of the external teacher: {name}.', value=value)
     for name, value in sorted(service.worker.stats.items()) if service is not None else ():
       if isinstance(value, (int, float)):
         metric = 'sdpo_engine_' + re.sub(r'\W', '_', name)
