@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
-from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes
+from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokenizer_routes
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import operation
 from sdpo_jax.serving.web.gate import behind_gate
@@ -49,6 +49,7 @@ def make_app(
     *native.ROUTES,
     *session_routes.ROUTES,
     *openai.ROUTES,
+    *tokenizer_routes.ROUTES,
     *distill.routes(lifetime),
   ]
   return behind_gate(routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)

@@ -433,8 +433,7 @@ def test_lm_eval_measures_what_forward_passes_say(world, model, reader, tmp_path
     f"{common}task: rolling\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{{{question}}}}'\n"
     'metric_list: [{metric: byte_perplexity}]\n'
   )
-  folder = world.service.config.model.path
-  arguments = f'model=tiny,base_url={world.url}/v1/completions,tokenizer={folder},max_length=300,max_retries=1'
+  arguments = f'model=tiny,base_url={world.url}/v1/completions,tokenizer_backend=remote,max_length=300,max_retries=1'
   command = [sys.executable, '-m', 'lm_eval', '--model', 'local-completions', '--model_args', arguments]
   command += ['--tasks', 'choice,rolling', '--include_path', str(tmp_path), '--log_samples', '--output_path']
   environment = os.environ | {'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1'}
@@ -454,6 +453,29 @@ def test_lm_eval_measures_what_forward_passes_say(world, model, reader, tmp_path
       assert abs(float(value) - likelihood(reader.encode(question), reader.encode(f' {choice}'))) < 1e-4
   for (question, _), [[value]] in zip(rows, samples('rolling'), strict=True):
     assert abs(float(value) - likelihood([reader.eos_token_id], reader.encode(question))) < 1e-4
+
+
+def test_a_remote_tokenizer_has_what_lm_eval_asks_for(world, reader):
+  with httpx.Client(base_url=world.url) as client:
+    info = client.get('/tokenizer_info', headers={'Content-Type': 'application/json'}).json()
+    assert info['eos_token'] == reader.eos_token and info['chat_template'] == reader.chat_template
+    assert set(info) == {f'{kind}_token' for kind in ('bos', 'eos', 'pad', 'unk')} | {
+      'tokenizer_class',
+      'chat_template',
+    }
+
+    def tokens(**body):
+      return client.post('/tokenize', json=body).json()
+
+    for text in ('Hello, six €', reader.eos_token, ''):
+      found = tokens(prompt=text, add_special_tokens=False)
+      assert found['tokens'] == reader.encode(text, add_special_tokens=False) and found['count'] == len(found['tokens'])
+      assert client.post('/detokenize', json={'tokens': found['tokens']}).json() == {'prompt': text}
+    assert tokens(prompt='ab', return_token_strs=True)['token_strs'] == ['a', 'b']
+    said = reader.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert tokens(messages=MESSAGES)['tokens'] == said
+    for path, body in (('tokenize', {}), ('tokenize', {'prompt': 'a' * 400_001}), ('detokenize', {'tokens': [264]})):
+      assert client.post(f'/{path}', json=body).status_code == 400
 
 
 # --- As a teacher ---
