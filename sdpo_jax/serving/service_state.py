@@ -20,7 +20,7 @@ from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.models import parameters
 from sdpo_jax.models.token_texts import TokenTexts
-from sdpo_jax.serving import feedback_request, lessons, records, request_prompts
+from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
@@ -226,8 +226,7 @@ class ServiceState:
   @functools.cached_property
   def max_text(self) -> int:
     """The most tokens of a text to score, prompt and completion together."""
-    sizes = self.sizes
-    return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
+    return score_pieces.longest(self.sizes)
 
   @property
   def max_logprobs(self) -> int:

@@ -367,6 +367,9 @@ NAMELESS = {
   '/console',
   '/console.css',
   '/console.js',
+  '/tokenize',
+  '/detokenize',
+  '/tokenizer_info',
 }
 LEARNED = {'prompt': 'Hi', 'response': 'Ho', 'feedback': 'No.'}
 # Routes in the words of other services: (method, path) → a request that names an adapter.
@@ -386,6 +389,8 @@ OTHERS = {
   *(('GET', path) for path in ('/v1/health', '/v1/models', '/v1/lora')),
   *(('GET', path) for path in ('/', '/console', '/console.css', '/console.js')),
   ('POST', '/v1/lora/init'),
+  *(('POST', path) for path in ('/tokenize', '/detokenize')),
+  ('GET', '/tokenizer_info'),
 }
 IDS = st.text(
   st.characters(codec='utf-8', exclude_characters='/?#%\\', exclude_categories=('Cc', 'Cs')), min_size=1, max_size=30
