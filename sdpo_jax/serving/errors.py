@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sdpo_jax.config.privacy import public_text
+from sdpo_jax.errors import UserError
+
 
 class ServiceError(Exception):
   """A request has failed; the message is one sentence for the client.
@@ -30,6 +33,13 @@ class InvalidRequest(ServiceError):
   """A field of the request is invalid."""
 
   status, code = 400, 'invalid_request'
+
+
+def refusal(error: UserError) -> InvalidRequest:
+  """Return an error of the engine or of settings as one of a request, without paths and addresses of the machine."""
+  full = str(error)
+  said = public_text(full)
+  return InvalidRequest(said, log=None if said == full else full)
 
 
 class Unauthorized(ServiceError):

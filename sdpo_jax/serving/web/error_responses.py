@@ -24,6 +24,7 @@ from sdpo_jax.serving.errors import (
   TurnConflict,
   Unauthorized,
   VersionConflict,
+  refusal,
 )
 from sdpo_jax.tables import counted
 
@@ -87,7 +88,7 @@ def known(error: BaseException) -> ServiceError | None:
   if isinstance(error, ServiceError):
     return public(error) if error.status >= 500 else error
   if isinstance(error, UserError):
-    return public(InvalidRequest(str(error)))
+    return refusal(error)
   if isinstance(error, pydantic.ValidationError):
     return invalid(error)
   return None
