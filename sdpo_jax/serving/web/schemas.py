@@ -289,7 +289,14 @@ class Update(RequestBody):
   jsd_weight: Number | None = Field(None, ge=0, description='For jsd_pg: the weight of the regulariser.')
   floor: Number | None = Field(None, lt=0, description='For jsd_pg: log q of tokens that the teacher does not name.')
   form: Literal['mixture', 'design'] | None = None
-  support: Literal['teacher', 'union'] | None = None
+  support: Literal['student', 'teacher', 'union'] | None = Field(
+    None,
+    description="The tokens of the divergence. For sdpo the top K of the student or, with 'teacher', of the teacher; "
+    "for jsd_pg the teacher's or, with 'union', those of both (if serve.union_support).",
+  )
+  tail: bool | None = Field(
+    None, description='For jsd_pg: whether a tail bucket holds all other tokens, as for sdpo and for union.'
+  )
   learning_rate: Number | None = Field(None, ge=0)
   beta1: Number | None = Field(None, ge=0, lt=1)
   beta2: Number | None = Field(None, ge=0, lt=1)
