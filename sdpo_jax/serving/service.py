@@ -17,7 +17,7 @@ from sdpo_jax.config.locations import CACHE
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, identity, model_files, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
-from sdpo_jax.serving.engine_settings import engine_settings
+from sdpo_jax.serving.engine_settings import as_run, engine_settings
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.service_state import ServiceState, short_name
 from sdpo_jax.serving.sidecar import Sidecar
@@ -66,7 +66,7 @@ class Service(ServiceState):
     positions = huggingface.positions(values)
     check_positions(sizes, positions)
     if config.actor.self_distillation.teacher_model:
-      teacher_model.check(config)
+      teacher_model.check(as_run(config))
     try:
       check_turn_end(config, tokenizer)
     except UserError as error:  # Harmless: completions are only longer than necessary.
@@ -175,7 +175,7 @@ def _engine_maker(
     frozen, _ = parameters.split(policy.parameter_table(), values)
     models = {}
     if other:
-      teacher = teacher_model.load(config, mesh)
+      teacher = teacher_model.load(as_run(config), mesh)
       models[short_name(other)] = teacher.policy, teacher.base
     stops = stop_token_ids(config, tokenizer)
     return Engine(policy, frozen, tokenizer, sizes, folder, stops, models=models, programs=programs)

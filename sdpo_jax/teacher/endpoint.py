@@ -93,7 +93,8 @@ class Endpoint(EndpointClient):
         f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, since their tokenizers differ: {found}; use a '
         'teacher with the same tokenizer, such as another size of the same family.'
       )
-    first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
+    tokens = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
+    first, *rest = tokens[:longest]
     [scored] = self._score([EndpointQuery([first], rest)], stop, 'the first, short text')
     self._check_texts(tokenizer, rest, scored)
     filler = ([first, *rest] * (-(-longest // (1 + len(rest)))))[:longest]
