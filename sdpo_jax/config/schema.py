@@ -265,7 +265,7 @@ class ValKwargs(SamplingConfig):
 
 @dataclasses.dataclass
 class TeacherEndpointConfig:
-  """A teacher behind an OpenAI-compatible endpoint (docs/teachers.md)."""
+  """A teacher behind an OpenAI-compatible endpoint (docs/teachers.md, docs/large_teacher.md)."""
 
   url: str = setting(
     '',

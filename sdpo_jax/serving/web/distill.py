@@ -24,16 +24,7 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
-from sdpo_jax.serving.web.schemas import (
-  Message,
-  Named,
-  Number,
-  RequestBody,
-  ResponseBody,
-  Teacher,
-  Text,
-  Tokens,
-)
+from sdpo_jax.serving.web.schemas import Message, Named, Number, RequestBody, ResponseBody, Teacher, Text, Tokens
 
 # /v1/distill.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-import copy
 import dataclasses
 import logging
 import math
@@ -106,9 +105,7 @@ def public(error: ServiceError) -> ServiceError:
     id, number = found.groups()
     what = f'The adapter {id}' if number is None else f'Version {int(number)} of {id}'
     said = f'{what} is damaged in the store: undo to another version, or ask the operator to restore it from a copy.'
-  made = copy.copy(error)
-  made.args, made.log = (said,), error.log or full
-  return made
+  return type(error)(said, field=error.field, log=error.log or full, retry_after=error.retry_after)
 
 
 def invalid(error: pydantic.ValidationError, fields: Iterable[str] = ()) -> InvalidRequest:

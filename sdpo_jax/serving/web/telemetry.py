@@ -146,8 +146,8 @@ class _Stats:
     service = self._lifetime.present
     if service is not None and service.endpoint is not None:
       teacher = service.endpoint
-      is_open = float(teacher.state['breaker'] != 'closed')
-      yield GaugeMetricFamily('sdpo_teacher_open', 'Whether the external teacher is not asked.', value=is_open)
+      closed = teacher.state['breaker'] == 'closed'
+      yield GaugeMetricFamily('sdpo_teacher_open', 'Whether the external teacher is not asked.', value=not closed)
       for name, value in teacher.counts.items():
         yield CounterMetricFamily(f'sdpo_teacher_{name}', f'Of the external teacher: {name}.', value=value)
     for name, value in sorted(service.worker.stats.items()) if service is not None else ():
