@@ -3,7 +3,8 @@
 The breaker opens after `FAILURES` failed attempts in a row. Attempts at the same time count as one: an attempt counts
 only if it began after the failure before. While the breaker is open, every request that needs the teacher is refused at
 once. After a pause, one request checks the teacher as at the start of the service, since another model may have come
-back in its place; if it passes, the breaker closes, and the request goes on.
+back in its place; if it passes, the breaker closes, and the request goes on. For the same reason, requests check it
+after a while without an answer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from sdpo_jax.teacher.dialects import EndpointScores
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointError, EndpointQuery
 
 FAILURES = 3  # Failed attempts in a row that open the breaker.
+STALE = 300.0  # Seconds without an answer after which the teacher is checked again: enough to load another model.
 _UNFIT = (400, 413, 422)  # Statuses of a teacher that lives, but refuses a text.
 _logger = logging.getLogger('sdpo_jax.serving')
 
@@ -55,6 +57,7 @@ class Sidecar:
     self._check, self._pause, self._clock = check, pause_s, clock
     self._lock = threading.Lock()  # Guards the fields below.
     self._failures, self._failed_at = 0, -float('inf')  # Attempts in a row, and when the last one ended.
+    self._answered_at = clock()
     self._open_until: float | None = None  # None: the breaker is closed.
     self._probing = False  # Whether a request is checking the teacher of an open breaker.
     self.counts = {'requests': 0, 'failures': 0, 'refused': 0}  # Attempts, failed ones, and requests refused at once.
@@ -83,8 +86,8 @@ class Sidecar:
     with self._lock:
       if self._open_until is None:
         return {'breaker': 'closed'}
-      left = max(0.0, self._open_until - self._clock())
-      return {'breaker': 'probing' if self._probing else 'open', 'retry_after_s': round(left, 1)}
+      state = 'probing' if self._probing else 'open'
+      return {'breaker': state, 'retry_after_s': round(max(0.0, self._open_until - self._clock()), 1)}
 
   def score(self, asked: Sequence[EndpointQuery], stop: Stop = NEVER) -> list[EndpointScores]:
     """Return the teacher's scores, as `Endpoint.score`.
@@ -115,7 +118,7 @@ class Sidecar:
     """
     with self._lock:
       if self._open_until is None:
-        return False
+        return self._clock() - self._answered_at > STALE
       if self._open_until <= self._clock() and not self._probing:
         self._probing = True
         return True
@@ -128,7 +131,6 @@ class Sidecar:
     try:
       self._check(self._endpoint, stop)
       well = True
-      _logger.warning('The external teacher answers again.')
     except UserError as error:
       said = 'does not answer as it should' if isinstance(error, EndpointError) else 'is not the one of the settings'
       with self._lock:
@@ -138,14 +140,15 @@ class Sidecar:
       with self._lock:
         self._probing = False
         if well:
+          if self._open_until is not None:
+            _logger.warning('The external teacher answers again.')
           self._open_until, self._failures = None, 0
 
   def _unavailable(self, said: str, after_s: float | None = None, log: str | None = None) -> TeacherUnavailable:
-    wait = max(self.state.get('retry_after_s', 0.0), after_s or 1.0)
     return TeacherUnavailable(
       f'The external teacher {said}: nothing was learned. Retry later, or choose another kind of teacher.',
       log=log,
-      retry_after=wait,
+      retry_after=max(self.state.get('retry_after_s', 0.0), after_s or 1.0),
     )
 
   def _attempted(self, began: float, fault: Fault | None) -> None:
@@ -153,7 +156,7 @@ class Sidecar:
     with self._lock:
       self.counts['requests'] += 1
       if fault is None:
-        self._failures = 0
+        self._failures, self._answered_at = 0, self._clock()
         return
       self.counts['failures'] += 1
       if fault.status in _UNFIT or began < self._failed_at:

@@ -11,7 +11,7 @@ from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import InvalidRequest, TeacherUnavailable
-from sdpo_jax.serving.sidecar import FAILURES, Sidecar
+from sdpo_jax.serving.sidecar import FAILURES, STALE, Sidecar
 from sdpo_jax.teacher.endpoint import EndpointQuery
 from tests.local_server import Answer, Server
 
@@ -147,9 +147,18 @@ def test_one_request_checks_while_others_are_refused_at_once(world):
   assert world.teacher.state == {'breaker': 'closed'}
 
 
-def test_another_teacher_in_its_place_is_refused(world):
-  world.open()
-  world.now += PAUSE
+@pytest.mark.parametrize('fails', [True, False], ids=['after failures', 'while nobody asked'])
+def test_another_teacher_in_its_place_is_refused(world, fails):
+  if fails:
+    world.open()
+    world.now += PAUSE
+  else:
+    world.now += STALE
+    world.teacher.score(ASKED)
+    world.now += STALE
+    world.teacher.score(ASKED)
+    world.now += STALE + 1.0
+    assert not world.checks
   world.answer = well
 
   def check(endpoint, stop):
@@ -157,7 +166,12 @@ def test_another_teacher_in_its_place_is_refused(world):
 
   world.check = check
   error, asked = world.refused()
-  assert asked == 0 and 'is not the one of the settings' in str(error) and world.server.url in error.log
+  assert (
+    asked == 0
+    and len(world.checks) == 1
+    and 'is not the one of the settings' in str(error)
+    and world.server.url in error.log
+  )
   assert world.teacher.state == {'breaker': 'open', 'retry_after_s': PAUSE}
 
 
