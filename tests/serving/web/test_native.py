@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import re
 import sqlite3
 import types
 import zipfile
@@ -113,6 +114,15 @@ def test_feedback_makes_the_next_version_and_says_so(world):
   assert dry.json()['version_after'] == 0 and dry.headers['etag'] == '"0"', dry.text
   assert dry.json()['teacher'] == 'ema'
   assert world.ada.post(f'{at}/feedback', json=body | {'teacher': 3}).json()['error']['field'] == 'teacher'
+  for update, part in (
+    ({'support': 'teacher'}, {'name': 'sdpo', 'support': 'teacher'}),
+    ({'loss': 'jsd_pg', 'tail': True}, {'name': 'jsd_pg', 'support': 'teacher', 'tail': True}),
+  ):
+    learned = world.ada.post(f'{at}/feedback', json=body | {'mode': 'dry_run', 'update': update, 'teacher': 'base'})
+    assert part.items() <= learned.json()['loss'].items() and learned.json()['accepted']
+  for update in ({'loss': 'jsd_pg', 'support': 'union'}, {'support': 'union'}, {'tail': True}):
+    wrong = world.ada.post(f'{at}/feedback', json=body | {'update': update})
+    assert code(wrong) == (400, 'invalid_request') and re.search('support|tail', wrong.json()['error']['message'])
   done = world.ada.post(f'{at}/feedback', json=body, headers={'If-Match': '"0"'})
   answer = done.json()
   assert done.status_code == 200 and done.headers['etag'] == '"1"'

@@ -231,7 +231,7 @@ def test_prompt_log_probs_have_the_shape_of_vllm(client, model, reader):
   assert chat.prompt_logprobs[0] is None and all(len(row) == 1 for row in chat.prompt_logprobs[1:])
 
 
-def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client, model, reader):
+def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client, world, model, reader):
   tokens = reader.encode('The sky is blue. ' * 12)
   [choice] = complete(client, tokens, max_tokens=1, temperature=0, echo=True, logprobs=1, return_token_ids=True).choices
   said = log_probs(*model, tokens)
@@ -243,6 +243,14 @@ def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client
   assert drawn.token_ids == read.token_ids and drawn.sample_id is not None
   with pytest.raises(openai.BadRequestError, match='the limit is 64'):
     complete(client, tokens, max_tokens=1, temperature=0)
+  longest = (tokens * 2)[: world.service.max_text]
+  [full] = complete(client, longest, max_tokens=1, temperature=0, prompt_logprobs=0).choices
+  said = log_probs(*model, longest)[np.arange(320), longest[1:]]
+  found = [row[str(token)]['logprob'] for row, token in zip(full.prompt_logprobs[1:], longest[1:], strict=True)]
+  np.testing.assert_allclose(found, said, atol=1e-4)
+  assert (full.text, full.finish_reason, len(longest)) == ('', 'length', 321)  # There is no room for a next token.
+  with pytest.raises(openai.BadRequestError, match='the limit is 321'):
+    complete(client, [*longest, 5], max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
 @pytest.mark.parametrize('field', ['prompt_logprobs', 'logprobs'])
@@ -564,7 +572,12 @@ def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   (status, answer), again = (post(world, '/v1/distill', learned, **{'Idempotency-Key': 'dan-2'}) for _ in range(2))
   assert status == 200 and again == (status, answer)  # Sent twice, learned once.
   assert answer['lora_uri'] == f'sdpo://{dan}@2' and answer['metadata']['mean_advantage'] > 0
-  assert world.account.version(dan, 2).details['loss']['name'] == 'jsd_pg'
+  details = world.account.version(dan, 2).details
+  assert details['loss']['name'] == 'jsd_pg' and details['teacher'] == 'live'
+  status, answer = post(world, '/v1/distill', learned | {'lora_uri': answer['lora_uri'], 'teacher': 'base'})
+  assert status == 200 and world.account.version(dan, 3).details['teacher'] == 'base'
+  status, wrong = post(world, '/v1/distill', body | {'lora_uri': answer['lora_uri'], 'teacher': 'nobody'})
+  assert status == 400 and wrong['error']['field'] == 'teacher.kind'
 
 
 def test_feedback_learns_by_the_divergence(world, dan):
