@@ -73,7 +73,7 @@ class Sidecar:
     except EndpointError as error:
       if not error.fault.again:
         raise
-      _logger.warning('%s The service starts without it: feedback that needs it is refused until it answers.', error)
+      _logger.warning('The service starts without its teacher, and refuses what needs it until it answers: %s', error)
       self._open_until = self._clock() + self._pause
 
   def close(self) -> None:

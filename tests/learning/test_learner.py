@@ -297,7 +297,12 @@ def step_by_hand(adapters, teachers, task, advantages, old):
 
 
 @pytest.mark.parametrize(
-  'ours, theirs', [({}, {}), ({'tail': True}, {'support': 'teacher'}), ({'support': 'union'}, {'support': 'teacher'})]
+  'ours, theirs',
+  [
+    ({}, {}),
+    ({'tail': True}, {'support': 'teacher'}),
+    pytest.param({'support': 'union'}, {'support': 'teacher'}, marks=pytest.mark.slow),
+  ],
 )
 def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner, ours, theirs):
   """Of the first and of a later step, of rows in several micro-batches, each beside those of another loss."""

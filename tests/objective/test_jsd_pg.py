@@ -13,7 +13,7 @@ from sdpo_jax.objective import jsd_pg, reported
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import TeacherSignal
 from tests.learning.first_batches import first_batch
-from tests.objective.jsd_pg_by_hand import OWN, B, K, T, V, by_hand
+from tests.objective.jsd_pg_by_hand import B, K, T, V, by_hand
 
 
 def problem(seed=0):
@@ -29,7 +29,7 @@ def problem(seed=0):
     'logits': logits,
     'teacher': teacher,
     'ids': ids,
-    'student_ids': np.argsort(-logits, -1)[..., :OWN],
+    'student_ids': np.argsort(-logits, -1)[..., :K],
     'targets': targets,
     'mask': np.array([[1, 1, 1, 0], [1, 1, 1, 1]], float),
     'old': now + 1.5 * rng.standard_normal((B, T)),  # Ratios far from 1 on both sides.
@@ -55,14 +55,9 @@ def prepared(x, settings, in_mesh=False):
     topk=K,
     vocab_size=V,
     dtype=np.float64,
+    union=True,  # So that one program serves both supports.
   )
-  # As many entries without a token as a union adds, so that one program serves both supports.
-  more = jnp.full((B, T, OWN), -1, jnp.int32)
-  exact = None
-  if settings.support == 'union':
-    more = jnp.asarray(x['student_ids'], jnp.int32)
-    exact = jnp.asarray(np.take_along_axis(log_probs, x['student_ids'], -1)) if in_mesh else None
-  return batch.replace(signal=jsd_pg.union(batch.signal, more, V, exact)), floored
+  return batch, floored
 
 
 def test_rows_of_a_union_may_have_teachers_of_both_kinds():

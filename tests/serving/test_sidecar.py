@@ -193,7 +193,7 @@ def test_a_client_that_leaves_during_the_check_leaves_the_check_to_the_next_one(
 def test_a_teacher_that_is_away_at_the_start_is_checked_later_and_one_that_does_not_fit_ends_it(world, caplog):
   world.answer = lambda body: DEAD
   world.teacher.begin()
-  assert 'starts without it' in caplog.text and world.refused()[1] == 0
+  assert 'starts without its teacher' in caplog.text and world.refused()[1] == 0
   world.now += PAUSE
   world.answer = well
   assert len(world.teacher.score(ASKED)) == 1 and world.checks[0] is NEVER
