@@ -75,7 +75,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   _check_environments(config.environments)
   _check_alarms(config)
   _check_mesh(config.mesh)
-  _check_serve(config.serve)
+  _check_serve(config)
 
 
 def _check_model(model: schema.ModelConfig) -> None:
@@ -479,7 +479,8 @@ def _check_mesh(mesh: schema.MeshConfig) -> None:
   _require(mesh.fsdp != -1 or mesh.tensor != -1, 'Only one of mesh.fsdp and mesh.tensor can be -1 (the rest).')
 
 
-def _check_serve(serve: schema.ServeConfig) -> None:
+def _check_serve(config: schema.Sections) -> None:
+  serve, endpoint = config.serve, config.actor.self_distillation.teacher_endpoint
   http, store, learning, limits = serve.http, serve.store, serve.learning, serve.limits
   _require(bool(http.host), 'serve.http.host is empty: name an address, 127.0.0.1 for this machine alone.')
   _require(http.keys != '', 'serve.http.keys is empty: name a file, or leave it at None for a service without keys.')
@@ -510,6 +511,10 @@ def _check_serve(serve: schema.ServeConfig) -> None:
     learning.steps <= limits.max_steps,
     f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower the '
     'former or raise the latter.',
+  )
+  _require(
+    learning.teacher != 'endpoint' or endpoint.used,
+    f"serve.learning.teacher='endpoint' needs {_DISTILLATION}.teacher_endpoint.url: name the teacher's address.",
   )
   _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
 

@@ -265,7 +265,7 @@ class ValKwargs(SamplingConfig):
 
 @dataclasses.dataclass
 class TeacherEndpointConfig:
-  """A teacher behind an OpenAI-compatible endpoint (docs/teachers.md)."""
+  """A teacher behind an OpenAI-compatible endpoint (docs/teachers.md, docs/large_teacher.md)."""
 
   url: str = setting(
     '',
@@ -894,6 +894,9 @@ class ServeConfig:
     100,
     'K, the maximum number of tokens in the support of a loss, or in an answer about scores.',
     Range(above=0, at_most=256, unit='tokens'),
+  )
+  union_support: bool = setting(
+    False, "Whether loss='jsd_pg' may have support='union', for which all requests are compiled for 2 K tokens."
   )
   decode_chunk: int = setting(8, 'Tokens to draw in every row before requests are admitted and answered.', TOKENS)
   stop_ids: int = setting(8, 'Maximum number of tokens that may end a completion.', TOKENS)

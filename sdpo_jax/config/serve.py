@@ -147,10 +147,14 @@ class LearningConfig:
   betas: tuple[float, ...] = setting((0.9, 0.999), 'Decay rates of the moments of AdamW.', Range(at_least=0, below=1))
   weight_decay: float = setting(0.01, 'Decoupled weight decay of the factors.', NOT_NEGATIVE)
   max_grad_norm: float = setting(1.0, 'Maximum norm of the gradient; a larger one is scaled down to it.', POSITIVE)
-  teacher: Literal['live', 'ema', 'lagged', 'base', 'frozen'] = setting(
+  teacher: Literal['live', 'ema', 'lagged', 'base', 'frozen', 'endpoint'] = setting(
     'live',
     "Teacher of adapters that name none. 'live': the version itself; 'ema': the average of its versions; 'lagged': "
-    "an older version; 'base': the model without an adapter; 'frozen': version 0.",
+    "an older version; 'base': the model without an adapter; 'frozen': version 0; 'endpoint': the model behind "
+    'actor.self_distillation.teacher_endpoint.',
+  )
+  teacher_pause_s: float = setting(
+    10.0, "Time for which a teacher 'endpoint' that has failed three times in a row is not asked.", SECONDS
   )
   average_rate: float = setting(
     0.05, "Rate at which the average of 'ema' moves towards each new version.", Range(at_least=0, at_most=1)

@@ -52,7 +52,15 @@ QUOTED = 200  # Characters of a server's answer that a message quotes.
 class Fault(Exception):
   """The reason, in words, why a server gave no usable answer."""
 
-  def __init__(self, reason: str, *, again: bool = False, after_s: float | None = None, advice: str = ''):
+  def __init__(
+    self,
+    reason: str,
+    *,
+    again: bool = False,
+    after_s: float | None = None,
+    advice: str = '',
+    status: int | None = None,
+  ):
     """Store `reason` and what may help.
 
     Args:
@@ -60,9 +68,10 @@ class Fault(Exception):
       again: whether another attempt may help.
       after_s: pause in seconds that the server asked for.
       advice: what to look at if all answers are so, though the server works.
+      status: the HTTP status with which the server refused the request; None: it did not.
     """
     super().__init__(reason)
-    self.again, self.after_s, self.advice = again, after_s, advice
+    self.again, self.after_s, self.advice, self.status = again, after_s, advice, status
 
 
 def pause_s(attempt: int, after_s: float | None, draw: float) -> float:
@@ -304,6 +313,7 @@ def _refusal(answer: _Answer) -> Fault:
     + (f': {quoted(start)}' if start else ''),
     again=answer.status == 429 or answer.status >= 500,
     after_s=wait,
+    status=answer.status,
   )
 
 

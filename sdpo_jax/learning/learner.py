@@ -15,6 +15,7 @@ from sdpo_jax.learning import batching, requests, signals, training_pool
 from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.requests import AdamW, Lesson, Task
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, mesh_of, on_devices
+from sdpo_jax.learning.signals import TeacherInputs
 from sdpo_jax.learning.training_pool import ROUNDING, SlotState, StepSettings
 from sdpo_jax.learning.update import UpdateSpec, layout, make_update
 from sdpo_jax.models.decoder import DecoderPolicy
@@ -72,8 +73,7 @@ class _Micro:
   rows: np.ndarray  # [B] index of the lesson; −1: padding.
   mask: jax.Array  # [B, T].
   teacher_hidden: jax.Array  # [B, T, D].
-  named: jax.Array  # [B] bool, whether the support consists of the tokens that the teacher named.
-  given: jax.Array  # [B] bool, whether the lesson brings the teacher's scores (`Taught`).
+  inputs: TeacherInputs
   before: Scores
   theirs: Scores
   floored: jax.Array  # [B, T] bool.
@@ -161,7 +161,7 @@ class Learner:
       response_buckets: lengths to which completions are padded.
     """
     self._mesh, self._vocab_size, self._base = mesh_of(policy), policy.vocab_size, base
-    self._topk, self._rows = sizes.topk, sizes.rows
+    self._topk, self._rows, self._union = sizes.topk, sizes.rows, sizes.union
     self._buckets = {'prompt': prompt_buckets, 'teacher': teacher_buckets, 'response': response_buckets}
     self._slots = policy.adapter.members
     functions = learning_functions(policy, sizes.topk, sizes.chunk_size)
@@ -239,7 +239,7 @@ class Learner:
 
   def check(self, tasks: Sequence[Task]) -> None:
     """Raise UserError for a task that `learn` cannot do; no device is touched."""
-    requests.check(tasks, self._buckets, self._topk, self._vocab_size)
+    requests.check(tasks, self._buckets, self._topk, self._vocab_size, union=self._union)
 
   def _prepare(self, state: SlotState, teachers: Tree, lessons: list[tuple[Task, Lesson]], chosen: range) -> _Micro:
     """Return some lessons as a micro-batch, with the scores of student and teacher."""
@@ -253,11 +253,9 @@ class Learner:
     # The scores after this dummy prompt are not used: the lesson's own are given.
     read = [[0] if lesson.teacher_prompt is None else lesson.teacher_prompt for _, lesson in picked]
     teacher = self._token_rows('teacher', read, tokens, mask, teaching)
-    batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, self._topk)
+    batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, self._topk, union=self._union)
     batch, shown = batch.replace(student=student), mask & live[:, None]
-    batch, teacher, shown, floored, inputs, named = on_devices(
-      self._mesh, (batch, teacher, shown, floored, inputs, inputs.mixes | inputs.given)
-    )
+    batch, teacher, shown, floored, inputs = on_devices(self._mesh, (batch, teacher, shown, floored, inputs))
     hidden, unembedding = self._functions.states(self._base, state.trainable, batch.student)
     teacher_hidden, _ = self._scorer.states(teachers, teacher)
     before, theirs, teacher_hidden, signal, advantages, old_log_probs = self._functions.first(
@@ -268,14 +266,14 @@ class Learner:
     at_named = None
     if any(task.update.measured for task, _ in picked):
       at_named = self._scorer.of_ids(hidden, unembedding, theirs.top_ids, shown)
-    return _Micro(rows, shown, teacher_hidden, named, inputs.given, before, theirs, floored, batch, at_named)
+    return _Micro(rows, shown, teacher_hidden, inputs, before, theirs, floored, batch, at_named)
 
   def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
     """Return the batch of a later step: the student's support is taken again, the teacher's own scores stay."""
     batch = micro.batch
     hidden, unembedding = self._functions.states(self._base, trainable, batch.student)
     signal = self._functions.support(
-      hidden, micro.teacher_hidden, unembedding, batch.targets, micro.mask, micro.theirs, micro.named, micro.given
+      hidden, micro.teacher_hidden, unembedding, batch.targets, micro.mask, micro.theirs, micro.inputs
     )
     return batch.replace(signal=signal)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from sdpo_jax.types import RowNumbers
 
 @dataclasses.dataclass(frozen=True)
 class Sdpo:
-  """SDPO's divergence over the student's top K and a tail bucket, optionally with a policy gradient (hybrid).
+  """SDPO's divergence over a top K and a tail bucket, optionally with a policy gradient (hybrid).
 
   The advantages of the policy gradient are given with the lessons.
 
@@ -31,8 +32,12 @@ class Sdpo:
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float = 3.0  # Bound of the dual clip; infinity: none.
+  # Whose top K; of a teacher outside of the pool it is always the teacher's.
+  support: Literal['student', 'teacher'] = 'student'
 
   def __post_init__(self):
+    if self.support not in ('student', 'teacher'):
+      raise UserError(f'support of sdpo must be one of student, teacher, not {self.support!r}.')
     for name in ('divergence_weight', 'policy_weight'):
       if not 0 <= getattr(self, name) < math.inf:
         raise UserError(f'{name} must be 0 or a positive number, not {getattr(self, name)}.')
@@ -61,7 +66,7 @@ def of_rows(losses: list[Loss], topk: int | None = None, dtype: type[np.floating
         'alpha': 1.0 - loss.alpha,
         'is_clip': 0.0,
         'topk': 2 * largest,
-        'tail': float(loss.support == 'union'),
+        'tail': float(loss.tail or loss.support == 'union'),
         'clip_ratio_low': loss.clip_eps,
         'clip_ratio_high': loss.clip_eps,
         'clip_ratio_c': math.inf,

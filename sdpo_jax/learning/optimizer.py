@@ -313,8 +313,8 @@ def take_step(
     state: the optimizer's state.
     grads: gradients of all rows of the step.
     allowed: maps the new parameters and state to [] bool, whether the step may be taken; None: it may.
-    smallest: a gradient of this norm or less is no step either, so that neither momentum nor decay moves anything; None:
-      every norm is.
+    smallest: a gradient of this norm or less is no step either, so that neither momentum nor decay moves anything;
+      None: every norm is.
 
   Returns:
     (parameters, state), the norm before clipping, and [] bool, whether the step was taken.

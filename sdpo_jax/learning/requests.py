@@ -109,7 +109,9 @@ class Task:
   itself: bool = False  # The teacher has the factors of the slot, so that equal prompts give equal scores.
 
 
-def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int) -> None:
+def check(
+  tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int, vocab_size: int, *, union: bool
+) -> None:
   """Check that tasks can be learned together.
 
   Args:
@@ -117,9 +119,10 @@ def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int
     buckets: the lengths that are compiled for a 'prompt', a 'teacher' prompt and a 'response'.
     topk: the K that is compiled.
     vocab_size: V.
+    union: whether the union of two supports is compiled.
 
   Raises:
-    UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not supported.
+    UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not compiled.
   """
   slots = [task.slot for task in tasks]
   if len(set(slots)) < len(slots):
@@ -131,10 +134,10 @@ def check(tasks: Sequence[Task], buckets: Mapping[str, Sequence[int]], topk: int
       raise UserError(f'num_steps must be at least 1, not {task.update.steps}.')
     if isinstance(task.update.loss, Sdpo) and task.update.loss.topk > topk:
       raise UserError(f'topk={task.update.loss.topk} is more than the {topk} that the engine is compiled for.')
-    if isinstance(task.update.loss, JsdPg) and task.update.loss.support == 'union':
+    if task.update.loss.support == 'union' and not union:
       raise UserError(
-        "support='union' would double the tokens that every request is compiled for, and is not computed here: set "
-        "support='teacher'."
+        "support='union' doubles the tokens that every request is compiled for, which is off here "
+        "(serve.union_support): set support='teacher'."
       )
     for lesson in task.lessons:
       check_lesson(lesson, buckets, topk, vocab_size)
@@ -182,6 +185,8 @@ def batch_of(
   live: np.ndarray,
   topk: int,
   dtype: type[np.floating] = np.float32,
+  *,
+  union: bool = False,
 ) -> tuple[Batch, TeacherInputs, np.ndarray]:
   """Return the arrays of a micro-batch with a lesson of any task in each row.
 
@@ -194,6 +199,7 @@ def batch_of(
     live: [B] bool, rows that count; every token of the others is masked.
     topk: K of the compiled programs.
     dtype: dtype of all floats.
+    union: whether they are compiled for the union of two supports.
 
   Returns:
     The batch without rows, signal and advantages; the inputs from which `signals.first` computes these; and [B, T]
@@ -222,6 +228,8 @@ def batch_of(
       own[row, :length] = np.where(np.isneginf(of_targets), dtype(floor), of_targets)
   inputs = TeacherInputs(
     mixes=np.asarray([isinstance(loss, JsdPg) for loss in losses]),
+    named=given | np.asarray([loss.support != 'student' for loss in losses]),
+    both=np.asarray([loss.support == 'union' for loss in losses]) if union else None,
     mixture=np.asarray([loss.alpha for loss in losses], dtype),
     design=np.asarray([isinstance(loss, JsdPg) and loss.form == 'design' for loss in losses]),
     advantage=np.asarray([lesson.advantage for _, lesson in picked], dtype),

@@ -88,6 +88,7 @@ class CompiledSizes:
   topk: int  # K, the maximum number of tokens in a support.
   rows: int  # Rows of a micro-batch.
   chunk_size: int = 256  # Number of tokens whose logits exist at one time.
+  union: bool = False  # Whether the support of a loss may be the union of the teacher's and the student's K tokens.
   # Maps (name, jitted function) to the function to call instead.
   keep: Keep = lambda _, function: function
 

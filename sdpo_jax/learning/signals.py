@@ -23,7 +23,10 @@ from sdpo_jax.types import TeacherSignal
 class TeacherInputs:
   """The inputs of the losses of B rows that concern the teacher, as arrays."""
 
-  mixes: Any  # [B] bool, whether the loss is `jsd_pg`, whose support and advantages come from the teacher.
+  mixes: Any  # [B] bool, whether the loss is `jsd_pg`, whose advantages come from the teacher.
+  named: Any  # [B] bool, whether the support has the tokens that the teacher names; else the student's.
+  # [B] bool, whether the support has the student's tokens as well; None: in no row, so that the signal has K entries.
+  both: Any
   mixture: Any  # [B] float32, alpha of the `jsd_pg` rows.
   design: Any  # [B] bool, whether `form='design'`.
   same: Any  # [B] bool, whether the teacher has the student's factors and reads the same prompt.
@@ -65,8 +68,7 @@ def first(
   own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
   agreed = _agreed(hidden, teacher_hidden) & ~rows
   theirs = theirs.replace(log_prob=jnp.where(agreed, own.log_prob, theirs.log_prob))
-  named = inputs.mixes | inputs.given
-  signal = _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
+  signal = _signal(own, theirs, teacher_hidden, unembedding, mask, inputs, agreed, **settings)
   mixed, design = (
     jsd_pg.advantages(own.log_prob, theirs.log_prob, inputs.mixture, form) for form in ('mixture', 'design')
   )
@@ -83,16 +85,15 @@ def support(
   targets: jax.Array,
   mask: jax.Array,
   theirs: Scores,
-  named: jax.Array,
-  given: jax.Array,
+  inputs: TeacherInputs,
   *,
   k: int,
   **settings: Any,
 ) -> TeacherSignal:
-  """Return the teacher's signal after a step: on its own tokens in `named` rows, else on the student's new top K."""
+  """Return the teacher's signal after a step, with the student's new top K in place of the old one."""
   own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
-  agreed = _agreed(hidden, teacher_hidden) & ~given[:, None]
-  return _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
+  agreed = _agreed(hidden, teacher_hidden) & ~inputs.given[:, None]
+  return _signal(own, theirs, teacher_hidden, unembedding, mask, inputs, agreed, **settings)
 
 
 def _agreed(hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
@@ -106,18 +107,24 @@ def _signal(
   teacher_hidden: jax.Array,
   unembedding: jax.Array,
   mask: jax.Array,
-  named: jax.Array,
+  inputs: TeacherInputs,
   agreed: jax.Array,
+  *,
+  vocab_size: int,
   **settings: Any,
 ) -> TeacherSignal:
-  """Return the teacher's log-probs on the student's top K or, for `named` rows, on its own.
+  """Return the teacher's log-probs on the student's top K or, for `named` rows, on its own, or on `both`.
 
   Where the two agree the signal names no token, so that the divergence and its gradient are exactly 0: the loss
   computes the student's scores in a separate program, which rounds differently.
   """
-  at_own = log_probs_of_ids(teacher_hidden, unembedding, own.top_ids, mask=mask, **settings)
-  wanted = named[:, None, None]
-  return TeacherSignal(
-    token_ids=jnp.where(agreed[..., None], -1, jnp.where(wanted, theirs.top_ids, own.top_ids)),
+  at_own = log_probs_of_ids(teacher_hidden, unembedding, own.top_ids, mask=mask, vocab_size=vocab_size, **settings)
+  wanted = inputs.named[:, None, None]
+  signal = TeacherSignal(
+    token_ids=jnp.where(wanted, theirs.top_ids, own.top_ids),
     log_probs=jnp.where(wanted, theirs.top_log_probs, at_own),
   )
+  if inputs.both is not None:
+    more = jnp.where(inputs.both[:, None, None], own.top_ids, -1)
+    signal = jsd_pg.union(signal, more, vocab_size, at_own, inputs.given)
+  return signal.replace(token_ids=jnp.where(agreed[..., None], -1, signal.token_ids))

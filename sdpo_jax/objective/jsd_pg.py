@@ -46,6 +46,7 @@ class JsdPg:
   form: Literal['mixture', 'design'] = 'mixture'
   # 'union': the regulariser also covers the student's top K; the remaining probability is spread over the other tokens.
   support: Literal['teacher', 'union'] = 'teacher'
+  tail: bool = False  # Whether a tail bucket holds the probability outside the support; with 'union' always.
 
   def __post_init__(self):
     for name, allowed in (('form', FORMS), ('support', SUPPORTS)):
@@ -100,7 +101,11 @@ def advantages(
 
 
 def union(
-  signal: TeacherSignal, student_ids: jax.Array, vocab_size: int, teacher_at_student: jax.Array | None = None
+  signal: TeacherSignal,
+  student_ids: jax.Array,
+  vocab_size: int,
+  teacher_at_student: jax.Array | None = None,
+  external: jax.Array | None = None,
 ) -> TeacherSignal:
   """Return a teacher's signal on its own and the student's tokens [B, T, K + K'], each token once.
 
@@ -108,8 +113,9 @@ def union(
     signal: token_ids and log_probs [B, T, K] of the teacher's top K.
     student_ids: [B, T, K'] int32, the student's top K'; negative: none.
     vocab_size: V.
-    teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: an external teacher, whose remaining
-      probability is spread evenly over the tokens that it does not name.
+    teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: all teachers are external.
+    external: [B] bool, rows with an external teacher, whose remaining probability is spread evenly over the tokens that
+      it does not name; None: no row, if `teacher_at_student` is given.
   """
   chex.assert_rank([signal.token_ids, student_ids], 3)
   chex.assert_equal_shape_prefix([signal.token_ids, student_ids], 2)
@@ -118,11 +124,13 @@ def union(
   # One at a time: [B, T, K', K] at once takes a hundred times the memory.
   of_both = jax.lax.map(lambda ids: (ids[..., None] == signal.token_ids).any(-1), jnp.moveaxis(student_ids, -1, 0))
   new_ids = jnp.where(jnp.moveaxis(of_both, 0, -1), -1, student_ids)
-  if teacher_at_student is None:
+  if teacher_at_student is None or external is not None:
     left = 1.0 - jnp.where(named, jnp.exp(signal.log_probs), 0).sum(-1)
     others = jnp.maximum(vocab_size - named.sum(-1), 1)
     share = jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).tiny) / others)
-    teacher_at_student = jnp.broadcast_to(share[..., None], student_ids.shape)
+    spread = jnp.broadcast_to(share[..., None], student_ids.shape)
+    known = spread if teacher_at_student is None else teacher_at_student
+    teacher_at_student = known if external is None else jnp.where(external[:, None, None], spread, known)
   chex.assert_equal_shape([student_ids, teacher_at_student])
   return signal.replace(
     token_ids=jnp.concatenate([signal.token_ids, new_ids], axis=-1),

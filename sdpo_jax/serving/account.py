@@ -8,17 +8,20 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import secrets
 from typing import Any
 
 import numpy as np
 
+from sdpo_jax.config.privacy import public_place
 from sdpo_jax.errors import short_repr
+from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.models.adapters import peft_files
+from sdpo_jax.models.adapters import peft_config, peft_files
 from sdpo_jax.reporting import model_card
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import adapter_settings, differences, records, request_prompts
+from sdpo_jax.serving import adapter_settings, differences, records, request_prompts, score_pieces
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, NotFound, VersionConflict
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
@@ -252,7 +255,10 @@ class Account:
     """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""
     adapter, version, service = self.adapter(id), self.version(id, number), self.service
     card = model_card.text_of_adapter(adapter.name, version.number, service.served.described(), service.config)
-    return {**service.store.peft_files(version), model_card.FILE: card.encode()}
+    files = service.store.peft_files(version)
+    own = json.loads(files[peft_config.FILE])
+    own['base_model_name_or_path'] = public_place(service.config.model.path)
+    return {**files, peft_config.FILE: as_json(own), model_card.FILE: card.encode()}
 
   # Sampling and scoring.
 
@@ -390,9 +396,17 @@ class Account:
       request_prompts.check_tokens(tokens, self.service.vocab_size, f'rows[{number}].tokens')
     if not rows:
       return []
-    with self.spending('scored', sum(len(prompt) + len(tokens) for prompt, tokens in rows)):
-      future = self.service.worker.score(target.engine_name, rows, topk=topk, ids=ids, deadline=self.call.deadline)
-    return self.wait(future)
+    each_ids = [None] * len(rows) if ids is None else ids
+    parts = [score_pieces.split(row, own, self.service.sizes) for row, own in zip(rows, each_ids, strict=True)]
+    pieces = [row for part in parts for row, _ in part]
+    wanted = None if ids is None else [own for part in parts for _, own in part]
+    with self.spending('scored', sum(len(prompt) + len(tokens) for prompt, tokens in pieces)):
+      future = self.service.worker.score(target.engine_name, pieces, topk=topk, ids=wanted, deadline=self.call.deadline)
+    found = iter(self.wait(future))
+    return [
+      score_pieces.joined([next(found) for _ in part], len(tokens)) if len(part) > 1 else next(found)
+      for part, (_, tokens) in zip(parts, rows, strict=True)
+    ]
 
   def wait(self, future: concurrent.futures.Future) -> Any:
     """Wait for a future of the worker, and return its result.

@@ -71,6 +71,7 @@ class EngineSettings:
   teachers: int = ServeConfig.teachers  # Places for versions to score with.
   slots: int = ServeConfig.slots  # Places for versions in training.
   topk: int = ServeConfig.topk  # K, the number of most likely tokens in supports and scores.
+  union_support: bool = ServeConfig.union_support  # Whether supports may be the union of two top Ks.
   decode_chunk: int = ServeConfig.decode_chunk  # Tokens decoded per row before slots are checked.
   stop_ids: int = ServeConfig.stop_ids  # The most tokens that may end a completion.
   # Rows whose keys and values stay cached, for later prompts with the same prefix. Each shard of a mesh has an equal
@@ -188,7 +189,11 @@ class Engine:
     self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
     self._sampling: list[tuple[Handle, str]] = []
     sizes = CompiledSizes(
-      topk=settings.topk, rows=settings.training_rows, chunk_size=settings.logits_chunk_size, keep=keep
+      topk=settings.topk,
+      rows=settings.training_rows,
+      chunk_size=settings.logits_chunk_size,
+      union=settings.union_support,
+      keep=keep,
     )
     self._learner = Learner(
       trained,

@@ -152,7 +152,8 @@ def _of_learning(
     targets, shown = array((rows, response), jnp.int32), array((rows, response), bool)
     many = (rows, response, settings.topk)
     asked = TeacherInputs(
-      **{name: array((rows,), bool) for name in ('mixes', 'design', 'same', 'has_old', 'given')},
+      **{name: array((rows,), bool) for name in ('mixes', 'named', 'design', 'same', 'has_old', 'given')},
+      both=array((rows,), bool) if settings.union_support else None,
       **{name: array((rows,), jnp.float32) for name in ('mixture', 'advantage')},
       given_ids=array(many, jnp.int32),
       given_log_probs=array(many, jnp.float32),
@@ -167,8 +168,8 @@ def _of_learning(
     add(
       'support',
       learning.support,
-      (hidden, hidden, unembedding, targets, shown, theirs, asked.mixes, asked.given),
-      ('states', 'states', 'base', *['batch'] * 5),
+      (hidden, hidden, unembedding, targets, shown, theirs, asked),
+      ('states', 'states', 'base', *['batch'] * 4),
       (response,),
       inherits=states | {1: (f'first/{response}', 2)},
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sdpo_jax.config.privacy import public_text
+from sdpo_jax.errors import UserError
+
 
 class ServiceError(Exception):
   """A request has failed; the message is one sentence for the client.
@@ -12,20 +15,31 @@ class ServiceError(Exception):
     status: the HTTP status.
     code: a word by which programs recognize the error.
     field: the field of the request that caused the error; None: no single field.
+    log: a sentence for the operator, with paths or addresses, which clients never see; None: the message says all.
+    retry_after: seconds after which a retry may help; None: unknown.
   """
 
   status: ClassVar[int] = 500
   code: ClassVar[str] = 'internal'
 
-  def __init__(self, message: str, *, field: str | None = None):
+  def __init__(
+    self, message: str, *, field: str | None = None, log: str | None = None, retry_after: float | None = None
+  ):
     super().__init__(message)
-    self.field = field
+    self.field, self.log, self.retry_after = field, log, retry_after
 
 
 class InvalidRequest(ServiceError):
   """A field of the request is invalid."""
 
   status, code = 400, 'invalid_request'
+
+
+def refusal(error: UserError) -> InvalidRequest:
+  """Return an error of the engine or of settings as one of a request, without paths and addresses of the machine."""
+  full = str(error)
+  said = public_text(full)
+  return InvalidRequest(said, log=None if said == full else full)
 
 
 class Unauthorized(ServiceError):
@@ -98,10 +112,6 @@ class Busy(ServiceError):
 
   status, code = 429, 'busy'
 
-  def __init__(self, message: str, *, retry_after: float):
-    super().__init__(message)
-    self.retry_after = retry_after
-
 
 class Cancelled(ServiceError):
   """The client has disconnected, or the request was cancelled."""
@@ -110,7 +120,7 @@ class Cancelled(ServiceError):
 
 
 class Damaged(ServiceError):
-  """Stored data differ from what was written; the message names the file."""
+  """Stored data differ from what was written; `log` names the file."""
 
   status, code = 500, 'damaged'
 
@@ -125,6 +135,12 @@ class NotReady(ServiceError):
   """The service is starting, stopping or has failed."""
 
   status, code = 503, 'not_ready'
+
+
+class TeacherUnavailable(ServiceError):
+  """The external teacher does not answer, or not as it should; nothing was learned."""
+
+  status, code = 503, 'teacher_unavailable'
 
 
 class Deadline(ServiceError):

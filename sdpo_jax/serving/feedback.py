@@ -280,7 +280,10 @@ def _metrics(learned: Learned) -> dict[str, float]:
 
 def loss_said(loss: Loss) -> dict[str, Any]:
   """Return a loss with its name and parameters, as JSON."""
-  return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
+  said = {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
+  # Fields that earlier versions lack are left out at their defaults, so that the losses stay comparable.
+  late = {'support': 'student', 'tail': False}
+  return {name: value for name, value in said.items() if name not in late or value != late[name]}
 
 
 def _loss_of(request: FeedbackRequest) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def learning_of(
     loss = {'alpha': defaults.jsd_alpha, 'clip_eps': defaults.clip_eps, 'jsd_weight': defaults.jsd_weight}
     loss |= {field: said[field] for field in _JSD_PG if field in said}
   for field, value in {**optimizer, **loss}.items():
-    if field not in ('form', 'support') and value is not None:
+    if field not in ('form', 'support', 'tail') and value is not None:
       _number(field, value)
   steps = said.get('steps', defaults.steps)
   if isinstance(steps, bool) or not isinstance(steps, int):

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import statistics
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from sdpo_jax.serving.feedback_request import Item
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord
 from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.teacher import context
-from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
+from sdpo_jax.teacher.dialects import EndpointScores
+from sdpo_jax.teacher.endpoint import EndpointQuery
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
@@ -180,7 +181,14 @@ def _reprompted(
   return context.reprompted_behind(prompt, solution, feedback, config, tokenizer, chat, attempt, setting=_SETTING)
 
 
-def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
+class ScoresTexts(Protocol):
+  """An external teacher: an `Endpoint`, or a `Sidecar` around one."""
+
+  def score(self, asked: Sequence[EndpointQuery], stop: Stop) -> list[EndpointScores]:
+    """Return the teacher's scores of completions, in order."""
+
+
+def taught(endpoint: ScoresTexts, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
   """Return lessons with log-probs of an external teacher, for `teacher='given'`. Any thread may call.
 
   Neither a device nor the engine is used, so that other requests do not wait for the network.
@@ -193,7 +201,7 @@ def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop 
 
   Raises:
     ValueError: a lesson has no prompt for the teacher.
-    UserError: the teacher returns nothing usable for a lesson.
+    ServiceError, UserError: the teacher returns nothing usable for a lesson.
     StoppedError: `stop` was set.
   """
   asked = [lesson for lesson in lessons if lesson.taught is None]

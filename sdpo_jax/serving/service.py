@@ -17,13 +17,13 @@ from sdpo_jax.config.locations import CACHE
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, identity, model_files, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
-from sdpo_jax.serving.engine_settings import engine_settings
+from sdpo_jax.serving.engine_settings import as_run, engine_settings
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.service_state import ServiceState, short_name
+from sdpo_jax.serving.sidecar import Sidecar
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.store.versions import Base
 from sdpo_jax.serving.worker import Worker
-from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import teacher_model
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
 
@@ -66,7 +66,7 @@ class Service(ServiceState):
     positions = huggingface.positions(values)
     check_positions(sizes, positions)
     if config.actor.self_distillation.teacher_model:
-      teacher_model.check(config)
+      teacher_model.check(as_run(config))
     try:
       check_turn_end(config, tokenizer)
     except UserError as error:  # Harmless: completions are only longer than necessary.
@@ -123,14 +123,20 @@ class Service(ServiceState):
         return
 
 
-def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
+def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Sidecar | None:
   """Return the configured external teacher after checking its server; None: none is configured."""
   settings = config.actor.self_distillation.teacher_endpoint
   if not settings.used:
     return None
-  endpoint = Endpoint(dataclasses.replace(settings, top_k=min(settings.top_k, sizes.topk)), vocab_size)
+  longest = sizes.teacher_buckets[-1] + sizes.response_buckets[-1]
+  endpoint = Sidecar(
+    dataclasses.replace(settings, top_k=min(settings.top_k, sizes.topk)),
+    vocab_size,
+    lambda found, stop: found.check(config.model.path, tokenizer, longest, stop),
+    pause_s=config.serve.learning.teacher_pause_s,
+  )
   try:
-    endpoint.check(config.model.path, tokenizer, sizes.teacher_buckets[-1] + sizes.response_buckets[-1])
+    endpoint.begin()
   except BaseException:
     endpoint.close()
     raise
@@ -170,7 +176,7 @@ def _engine_maker(
     frozen, _ = parameters.split(policy.parameter_table(), values)
     models = {}
     if other:
-      teacher = teacher_model.load(config, mesh)
+      teacher = teacher_model.load(as_run(config), mesh)
       models[short_name(other)] = teacher.policy, teacher.base
     stops = stop_token_ids(config, tokenizer)
     return Engine(policy, frozen, tokenizer, sizes, folder, stops, models=models, programs=programs)

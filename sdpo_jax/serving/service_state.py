@@ -22,7 +22,7 @@ from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.models import parameters
 from sdpo_jax.models.token_texts import TokenTexts
-from sdpo_jax.serving import feedback_request, lessons, records, request_prompts
+from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
 from sdpo_jax.serving.call import Call, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
@@ -30,9 +30,9 @@ from sdpo_jax.serving.errors import InvalidRequest, NotFound
 from sdpo_jax.serving.guards import CanaryMeter
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.records import OptimizerState, Version
+from sdpo_jax.serving.sidecar import Sidecar
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.worker import Worker
-from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import chat_format
 
@@ -101,7 +101,7 @@ class ServiceState:
     served: Served,
     *,
     positions: int | None = None,
-    endpoint: Endpoint | None = None,
+    endpoint: Sidecar | None = None,
     clock: Callable[[], float] = time.time,
   ):
     """Make the state from its parts; `Service.make` makes these from settings.
@@ -226,7 +226,8 @@ class ServiceState:
 
     Raises:
       InvalidRequest: there is no external teacher.
-      UserError: a lesson does not fit the engine, or the teacher returns nothing usable for it.
+      UserError: a lesson does not fit the engine.
+      TeacherUnavailable: as `Sidecar.score`.
       Cancelled: the client has disconnected.
       Deadline: the deadline has passed.
     """
@@ -269,8 +270,7 @@ class ServiceState:
   @functools.cached_property
   def max_text(self) -> int:
     """The most tokens of a text to score, prompt and completion together."""
-    sizes = self.sizes
-    return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
+    return score_pieces.longest(self.sizes)
 
   @property
   def max_logprobs(self) -> int:

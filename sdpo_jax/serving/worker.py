@@ -22,7 +22,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving.engine import Engine, Feedback
-from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
+from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError, refusal
 from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
@@ -652,7 +652,7 @@ def _refused(error: Exception) -> ServiceError:
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
-    return InvalidRequest(str(error))
+    return refusal(error)
   if isinstance(error, NoPlaceError):
     return Busy(f'{error} Retry in a second.', retry_after=1.0)
   return ServiceError(f'The request has failed in the engine ({first_line(error)}): nothing has changed.')

@@ -5,7 +5,7 @@ A batch is scored as a whole or not at all: a fault of the server ends the call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import random
@@ -39,35 +39,51 @@ class EndpointQuery:
   completion: Sequence[int]  # [T].
 
 
+class EndpointError(UserError):
+  """The teacher has not scored a text, because of `fault`."""
+
+  def __init__(self, message: str, fault: Fault):
+    super().__init__(message)
+    self.fault = fault
+
+
 class Endpoint(EndpointClient):
   """Client of the configured teacher endpoint."""
 
-  def __init__(self, settings: TeacherEndpointConfig, vocab_size: int):
+  def __init__(
+    self,
+    settings: TeacherEndpointConfig,
+    vocab_size: int,
+    on_attempt: Callable[[float, Fault | None], None] = lambda began, fault: None,
+  ):
     """Prepare the client; no connection is made yet.
 
     Args:
       settings: settings of the endpoint.
       vocab_size: vocabulary size of the student.
+      on_attempt: called after every request, by the thread that made it, with the value of `time.monotonic()` when it
+        began, and what was wrong (None: nothing).
 
     Raises:
       UserError: as in `EndpointClient`.
     """
     super().__init__(settings, SECTION, '/completions')
-    self._settings, self._vocab_size = settings, vocab_size
+    self._settings, self._vocab_size, self._on_attempt = settings, vocab_size, on_attempt
     self._dialect = dialects.DIALECTS[settings.dialect]
     self._told_tail = False
 
-  def check(self, model: str, tokenizer: Tokenizer, longest: int) -> None:
+  def check(self, model: str, tokenizer: Tokenizer, longest: int, stop: Stop = NEVER) -> None:
     """Check with a short and a longest request that the server is the teacher that the settings describe.
 
     Args:
       model: the student's directory or hub name.
       tokenizer: tokenizer of the student.
       longest: maximum number of tokens of a prompt with its completion.
+      stop: as in `score`.
 
     Raises:
-      UserError: it has another tokenizer, does not answer, returns no log-probs or fewer than `top_k`, or rejects a
-        text of that length.
+      EndpointError: it does not answer, returns no log-probs or fewer than `top_k`, or rejects a text of that length.
+      UserError: it has another tokenizer.
     """
     settings = self._settings
     model_files.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
@@ -77,18 +93,13 @@ class Endpoint(EndpointClient):
         f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, since their tokenizers differ: {found}; use a '
         'teacher with the same tokenizer, such as another size of the same family.'
       )
-    first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
-    [scored] = self._score([EndpointQuery([first], rest)], NEVER, 'the first, short text')
+    tokens = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
+    first, *rest = tokens[:longest]
+    [scored] = self._score([EndpointQuery([first], rest)], stop, 'the first, short text')
     self._check_texts(tokenizer, rest, scored)
     filler = ([first, *rest] * (-(-longest // (1 + len(rest)))))[:longest]
-    try:
-      self._ask(
-        EndpointQuery(filler[:-1], filler[-1:]), time.monotonic() + settings.batch_timeout_s, 1, threading.Event()
-      )
-    except Fault as fault:
-      raise self._error(
-        f'a text of {longest} tokens, which is the longest prompt with the longest completion', fault
-      ) from fault
+    what = f'a text of {longest} tokens, which is the longest prompt with the longest completion'
+    self._score([EndpointQuery(filler[:-1], filler[-1:])], stop, what, k=1)
 
   def score(self, asked: Sequence[EndpointQuery], stop: Stop = NEVER) -> list[EndpointScores]:
     """Return the teacher's scores of all completions, in order.
@@ -98,20 +109,22 @@ class Endpoint(EndpointClient):
       stop: tells whether the run should stop; if so, this method stops waiting for responses.
 
     Raises:
-      UserError: there is no usable response for one of them.
+      EndpointError: there is no usable response for one of them.
       StoppedError: the run should stop.
     """
     scored = self._score(asked, stop)
     self._tell_tail(scored)
     return scored
 
-  def _score(self, asked: Sequence[EndpointQuery], stop: Stop, what: str | None = None) -> list[EndpointScores]:
+  def _score(
+    self, asked: Sequence[EndpointQuery], stop: Stop, what: str | None = None, k: int | None = None
+  ) -> list[EndpointScores]:
     """Return the scores; error messages call the text `what`, or, if None, by its number among the completions."""
     deadline, given_up = time.monotonic() + self._settings.batch_timeout_s, threading.Event()
 
     def ask(place: int) -> EndpointScores:
       try:
-        return self._ask(asked[place], deadline, self._settings.top_k, given_up)
+        return self._ask(asked[place], deadline, k or self._settings.top_k, given_up)
       except Fault as fault:
         raise self._error(what or f'completion {place + 1} of {len(asked)}', fault) from fault
 
@@ -132,6 +145,7 @@ class Endpoint(EndpointClient):
       left = deadline - time.monotonic()
       if left <= 0 or given_up.is_set() or self._closing.is_set():
         raise Fault(f'the batch took more than {settings.batch_timeout_s:g} s ({SECTION}.batch_timeout_s){before}')
+      began = time.monotonic()
       try:
         answer = self._server.ask(
           body,
@@ -142,8 +156,10 @@ class Endpoint(EndpointClient):
         )
         scored = self._dialect.read(answer, prompt, completion, k, self._vocab_size)
         liveness.progress()
+        self._on_attempt(began, None)
         return scored
       except Fault as fault:
+        self._on_attempt(began, fault)
         if not fault.again or attempt == settings.retries:
           raise
         before = f'; at the previous attempt, {fault}'
@@ -151,14 +167,15 @@ class Endpoint(EndpointClient):
         given_up.wait(min(pause, max(deadline - time.monotonic(), 0.0)))
     raise AssertionError('The last attempt returns or raises.')
 
-  def _error(self, what: str, fault: Fault) -> UserError:
+  def _error(self, what: str, fault: Fault) -> EndpointError:
     hint = ''
     if 'max allowed' in str(fault) or 'limits them' in str(fault):
       hint = f', lower {SECTION}.top_k={self._settings.top_k} or raise the limit of the server (vLLM: --max-logprobs)'
-    return UserError(
+    return EndpointError(
       f'The teacher at {self.public_url} ({SECTION}.url) has not scored {what}: '
       f'{self._server.redacted(str(fault))}. Check that it serves {self._settings.model!r} in dialect='
-      f'{self._settings.dialect!r}{hint}, then start the same command again.'
+      f'{self._settings.dialect!r}{hint}, then start the same command again.',
+      fault,
     )
 
   def _check_texts(self, tokenizer: Tokenizer, tokens: Sequence[int], scored: EndpointScores) -> None:

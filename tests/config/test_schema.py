@@ -71,6 +71,7 @@ class Validation(parameterized.TestCase):
     ('serve.limits.burst_tokens', 10, 'burst_tokens=10 has no effect with serve.limits.tokens_per_minute=None'),
     ('serve.learning.topk', 101, 'more than serve.topk=100'),
     ('serve.learning.steps', 17, 'more than serve.limits.max_steps=16'),
+    ('serve.learning.teacher', 'endpoint', 'needs actor.self_distillation.teacher_endpoint.url'),
     ('serve.guards.max_self_similarity', 1.5, r'must lie in \(0, 1\] or None, not 1.5'),
     ('rollout.top_k', 10**20, r'rollout.top_k must be below 2\^31, not 1'),
     ('trainer.watchdog_limit_s', 1e20, r'watchdog_limit_s must be below 2\^31'),

@@ -119,6 +119,8 @@ class Page:
       print(line, end='', flush=True)
       if line.startswith('Ready'):
         break
+    else:
+      raise AssertionError(f'{words} ended before it was ready')
     threading.Thread(target=service.stderr.read, daemon=True).start()
 
   def close(self) -> None:

@@ -23,6 +23,7 @@ def first_batch(
   vocab_size: int,
   chunk_size: int = 256,
   dtype: type[np.floating] = np.float32,
+  union: bool = False,
 ) -> tuple[Batch, np.ndarray]:
   """Return the batch of all lessons of a task, and [B, T] bool, the tokens for which the teacher gave no log-prob.
 
@@ -35,13 +36,14 @@ def first_batch(
     vocab_size: V.
     chunk_size: number of tokens whose logits exist at one time.
     dtype: of all numbers.
+    union: whether the signal has room for the union of two supports.
   """
   rows, room = hidden.shape[:2]
   picked: Sequence[Any] = [(task, lesson) for lesson in task.lessons]
   live = np.arange(rows) < len(picked)
   picked = [*picked, *[picked[0]] * (rows - len(picked))]
   tokens, mask = padded([lesson.completion for _, lesson in picked], room)
-  batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, topk, dtype)
+  batch, inputs, floored = requests.batch_of(picked, tokens, mask, live, topk, dtype, union=union)
   _, _, _, signal, advantages, old = signals.first(
     hidden,
     teacher_hidden,

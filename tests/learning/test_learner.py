@@ -37,6 +37,10 @@ def adapters():
 
 @pytest.fixture(scope='module')
 def learner(adapters):
+  return learner_of(adapters)
+
+
+def learner_of(adapters, **sizes):
   policy, base, _ = adapters
 
   def of(members):
@@ -46,7 +50,7 @@ def learner(adapters):
     of(MEMBERS),
     of(2),
     base,
-    CompiledSizes(topk=K, rows=ROWS),
+    CompiledSizes(topk=K, rows=ROWS, **sizes),
     prompt_buckets=(4, 8),
     teacher_buckets=(12,),
     response_buckets=(6,),
@@ -254,19 +258,27 @@ def step_by_hand(adapters, teachers, task, advantages, old):
     ratio = np.exp(own[at] - before)
     if isinstance(loss, JsdPg):
       low = high = loss.clip_eps
-      ids, weight, alpha, bound = np.argsort(-taught, -1, 'stable')[:, :K], 1.0, 1 - loss.alpha, np.inf
+      tail, weight, alpha, bound = loss.tail or loss.support == 'union', 1.0, 1 - loss.alpha, np.inf
       beyond = abs(ratio - 1) > loss.clip_eps
     else:
       low, high, bound = loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c
-      ids = np.argsort(-own, -1, 'stable')[:, : loss.topk]
+      tail = True
       weight, alpha, beyond = np.minimum(ratio, loss.is_clip), loss.alpha, ratio > loss.is_clip
     pg = np.maximum(-advantage * ratio, -advantage * np.clip(ratio, 1 - low, 1 + high))
     pg = np.where(advantage < 0, np.minimum(pg, -np.where(advantage < 0, advantage, -1) * bound), pg)
-    p, q = (np.exp(np.take_along_axis(log_probs, ids, 1)) for log_probs in (own, taught))
-    if isinstance(loss, Sdpo):
-      p, q = (np.concatenate([x, 1 - x.sum(-1, keepdims=True)], -1) for x in (p, q))
-    m = (1 - alpha) * p + alpha * q
-    d = weight * ((1 - alpha) * p * np.log(p / m) + alpha * q * np.log(q / m)).sum(-1)
+    width, d = getattr(loss, 'topk', K), np.zeros(len(own))
+    for place, (ours, theirs) in enumerate(zip(own, taught, strict=True)):
+      tops = {
+        'student': np.argsort(-ours, kind='stable')[:width],
+        'teacher': np.argsort(-theirs, kind='stable')[:width],
+      }
+      ids = tops[loss.support] if loss.support in tops else np.union1d(tops['student'], tops['teacher'])
+      p, q = (np.exp(log_probs[ids]) for log_probs in (ours, theirs))
+      if tail:
+        p, q = (np.append(x, 1 - x.sum()) for x in (p, q))
+      m = (1 - alpha) * p + alpha * q
+      d[place] = ((1 - alpha) * p * np.log(p / m) + alpha * q * np.log(q / m)).sum()
+    d = weight * d
     found = dict(pg=pg, d=d, a=abs(advantage), up=advantage > 0, r=ratio, c=beyond, n=np.ones(len(pg)))
     sums = {name: total + found[name].sum() for name, total in sums.items()}
   mean = {name: total / sums['n'] for name, total in sums.items()}
@@ -284,8 +296,18 @@ def step_by_hand(adapters, teachers, task, advantages, old):
   }
 
 
-def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner):
+@pytest.mark.parametrize(
+  'ours, theirs',
+  [
+    ({}, {}),
+    ({'tail': True}, {'support': 'teacher'}),
+    pytest.param({'support': 'union'}, {'support': 'teacher'}, marks=pytest.mark.slow),
+  ],
+)
+def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner, ours, theirs):
   """Of the first and of a later step, of rows in several micro-batches, each beside those of another loss."""
+  if 'support' in ours:
+    learner = learner_of(adapters, union=True)
   policy, base, factors = adapters
   fast = AdamW(learning_rate=3e-2, weight_decay=0.0)
 
@@ -296,12 +318,12 @@ def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner):
     return dataclasses.replace(each, sampling_log_probs=np.float32(known + np.linspace(-0.4, 0.4, len(known))))
 
   tasks = [
-    task_of(0, [drawn_by(0, 51), drawn_by(0, 52)], 1, loss=JsdPg(alpha=0.3), optimizer=fast, steps=2),
+    task_of(0, [drawn_by(0, 51), drawn_by(0, 52)], 1, loss=JsdPg(alpha=0.3, **ours), optimizer=fast, steps=2),
     task_of(
       1,
       [drawn_by(1, 53, 1.5), drawn_by(1, 54, -0.5)],
       0,
-      loss=Sdpo(alpha=0.3, topk=5, is_clip=1.1, policy_weight=0.7, divergence_weight=0.4),
+      loss=Sdpo(alpha=0.3, topk=5, is_clip=1.1, policy_weight=0.7, divergence_weight=0.4, **theirs),
       optimizer=fast,
       steps=2,
     ),
@@ -468,7 +490,7 @@ def test_numbers_of_an_optimizer_that_are_none_are_refused(name):
     (dict(lessons=[Lesson([1], [1], None, taught=taught(61, -1.0))]), "The teacher's top_ids must hold token ids"),
     (dict(lessons=[Lesson([1], [1], None, taught=taught(1, np.nan))]), 'log-prob of the teacher is not a number'),
     (dict(loss=Sdpo(topk=K + 1)), 'topk=9 is more than the 8'),
-    (dict(loss=JsdPg(support='union')), "support='union' would double"),
+    (dict(loss=JsdPg(support='union')), "support='union' doubles"),
     (dict(lessons=[Lesson([], [1], [1])]), 'The prompt is empty'),
     (dict(lessons=[Lesson([1], [1] * 7, [1])]), 'The completion has 7 tokens, but the engine takes at most 6'),
     (dict(lessons=[Lesson([1], [1], [1] * 13)]), "The teacher's prompt has 13 tokens"),

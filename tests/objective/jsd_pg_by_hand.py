@@ -2,7 +2,7 @@
 
 import numpy as np
 
-B, T, V, K, OWN = 2, 4, 30, 6, 5
+B, T, V, K = 2, 4, 30, 6
 
 
 def by_hand(x, settings, logits=None, in_mesh=False):

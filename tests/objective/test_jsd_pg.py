@@ -11,8 +11,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.objective import jsd_pg, reported
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
+from sdpo_jax.types import TeacherSignal
 from tests.learning.first_batches import first_batch
-from tests.objective.jsd_pg_by_hand import OWN, B, K, T, V, by_hand
+from tests.objective.jsd_pg_by_hand import B, K, T, V, by_hand
 
 
 def problem(seed=0):
@@ -28,7 +29,7 @@ def problem(seed=0):
     'logits': logits,
     'teacher': teacher,
     'ids': ids,
-    'student_ids': np.argsort(-logits, -1)[..., :OWN],
+    'student_ids': np.argsort(-logits, -1)[..., :K],
     'targets': targets,
     'mask': np.array([[1, 1, 1, 0], [1, 1, 1, 1]], float),
     'old': now + 1.5 * rng.standard_normal((B, T)),  # Ratios far from 1 on both sides.
@@ -54,14 +55,23 @@ def prepared(x, settings, in_mesh=False):
     topk=K,
     vocab_size=V,
     dtype=np.float64,
+    union=True,  # So that one program serves both supports.
   )
-  # As many entries without a token as a union adds, so that one program serves both supports.
-  more = jnp.full((B, T, OWN), -1, jnp.int32)
-  exact = None
-  if settings.support == 'union':
-    more = jnp.asarray(x['student_ids'], jnp.int32)
-    exact = jnp.asarray(np.take_along_axis(log_probs, x['student_ids'], -1)) if in_mesh else None
-  return batch.replace(signal=jsd_pg.union(batch.signal, more, V, exact)), floored
+  return batch, floored
+
+
+def test_rows_of_a_union_may_have_teachers_of_both_kinds():
+  x = problem()
+  given = jnp.asarray(np.take_along_axis(x['teacher'], np.maximum(x['ids'], 0), -1))
+  signal = TeacherSignal(token_ids=jnp.asarray(x['ids'], jnp.int32), log_probs=given)
+  ids = jnp.asarray(x['student_ids'], jnp.int32)
+  exact = jnp.asarray(np.take_along_axis(x['teacher'], x['student_ids'], -1))
+  found = jsd_pg.union(signal, ids, V, exact, jnp.asarray([True, False]))
+  external, own = jsd_pg.union(signal, ids, V), jsd_pg.union(signal, ids, V, exact)
+  assert not np.array_equal(external.log_probs, own.log_probs)
+  for name in ('token_ids', 'log_probs'):
+    np.testing.assert_array_equal(getattr(found, name)[0], getattr(external, name)[0])
+    np.testing.assert_array_equal(getattr(found, name)[1], getattr(own, name)[1])
 
 
 traced = []  # A shape for each program of `evaluate`.

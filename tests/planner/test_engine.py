@@ -65,7 +65,7 @@ def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
     setattr(config.serve, name, value)
   assert engine_settings(config) == EngineSettings(**lengths)
   others = dict(rows=3, training_rows=5, snapshots=6, teachers=7, slots=9, topk=11, decode_chunk=13, stop_ids=15)
-  others |= dict(kept_prefixes=17, logits_chunk_size=19, product='masked')
+  others |= dict(kept_prefixes=17, logits_chunk_size=19, product='masked', union_support=True)
   for name, value in others.items():
     setattr(config.serve, name, value)
   config.serve.memory_mb = 2
@@ -76,8 +76,8 @@ def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
 
 @pytest.mark.parametrize('shape, taught', [((1, 1), True), pytest.param((4, 2), False, marks=pytest.mark.slow)])
 def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, monkeypatch, shape, taught):
-  """With another model that teaches, and without."""
-  config = settings(response_buckets=(8,))
+  """With another model that teaches and the union of supports, and without."""
+  config = settings(response_buckets=(8,), union_support=taught)
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   policy = huggingface.describe(SIZES, config.model).on(mesh)
   keep, called = KeptPrograms.keep, set()

@@ -453,6 +453,34 @@ def test_a_teacher_behind_an_endpoint_is_asked_and_learned_from(ada, monkeypatch
     ada.service.ask_endpoint([Lesson([1], [2], [3])], call)
 
 
+def test_nobody_waits_for_the_teacher_of_another(ada, monkeypatch):
+  adapter, _ = ada.create('a', {'teacher': 'endpoint'})
+  entered, leave = threading.Event(), threading.Event()
+
+  class Slow(Elsewhere):
+    def score(self, asked, stop):
+      entered.set()
+      assert leave.wait(60)
+      return super().score(asked, stop)
+
+  monkeypatch.setattr(ada.service, 'endpoint', Slow(ada))
+  [drawn] = sample(ada, 'a')
+  request = make_request([Item(sample_id=drawn.id, feedback='Say more.')], {}, ada.service.settings)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    learning = pool.submit(feedback.learn, ada, adapter.id, None, request)
+    try:
+      assert entered.wait(60)
+      bob = Account(ada.service, 'bob')
+      other, _ = bob.create('b')
+      [own] = sample(bob, 'b')
+      quick = make_request([Item(sample_id=own.id, feedback='No.')], {}, ada.service.settings)
+      assert feedback.learn(bob, other.id, None, quick).said['version_after'] == 1
+      assert sample(ada, 'a') and not learning.done()
+    finally:
+      leave.set()
+    assert learning.result(60).said['version_after'] == 1
+
+
 def test_what_is_drawn_while_its_adapter_is_deleted_is_not_kept(ada):
   adapter, _ = ada.create('a')
   sampling = iter(ada.sample(ada.resolve('a'), [5, 6], n=2))

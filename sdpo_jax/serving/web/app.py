@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
-from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes
+from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokenizer_routes
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import operation
 from sdpo_jax.serving.web.gate import behind_gate
@@ -49,6 +49,7 @@ def make_app(
     *native.ROUTES,
     *session_routes.ROUTES,
     *openai.ROUTES,
+    *tokenizer_routes.ROUTES,
     *distill.routes(lifetime),
   ]
   return behind_gate(routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
@@ -69,8 +70,9 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
 
   @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
   async def readyz(request: Request) -> Response:
-    if lifetime.ready:
-      return JSONResponse({'status': 'ready'})
+    if lifetime.ready:  # Also without its external teacher: sampling needs none.
+      teacher = lifetime.present.endpoint
+      return JSONResponse({'status': 'ready'} | ({} if teacher is None else {'teacher': teacher.state}))
     if lifetime.why_not():
       return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)
     status = 'draining' if lifetime.draining else 'starting'

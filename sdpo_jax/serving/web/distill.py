@@ -24,7 +24,7 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
-from sdpo_jax.serving.web.schemas import Message, Named, Number, RequestBody, ResponseBody, Text, Tokens
+from sdpo_jax.serving.web.schemas import Message, Named, Number, RequestBody, ResponseBody, Teacher, Text, Tokens
 
 # /v1/distill.
 
@@ -50,6 +50,7 @@ class DistillBody(RequestBody):
   lora_uri: str | None = Field(None, description='The URI of the version that learns; it must be the newest one.')
   lora_id: str | None = Field(None, description='Alternatively, the name or id of the adapter.')
   id: str | None = Field(None, description='Another name for lora_id.')
+  teacher: Teacher | None = Field(None, description="As in FeedbackBody; null: the adapter's.")
   training: DistillTraining = Field(default_factory=DistillTraining)
 
   @model_validator(mode='after')
@@ -86,7 +87,7 @@ def distill(asked: Incoming) -> Reply:
       'teacher_top_k out, or set jsd_reg_weight to 0 to turn the regulariser off.',
       field='training.teacher_top_k',
     )
-  answer = _learn(asked, adapter, expected, [item], update)
+  answer = _learn(asked, adapter, expected, [item], update, body.teacher)
   return Reply(_learned(adapter, answer))
 
 
@@ -221,11 +222,16 @@ def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
 
 
 def _learn(
-  asked: Incoming, adapter: AdapterRecord, expected: int | None, items: Sequence[Item], update: dict[str, Any]
+  asked: Incoming,
+  adapter: AdapterRecord,
+  expected: int | None,
+  items: Sequence[Item],
+  update: dict[str, Any],
+  teacher: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
   account = asked.account
   known = {name: value for name, value in update.items() if value is not None}
-  request = make_request(items, known, account.service.settings, detail=(), top=0)
+  request = make_request(items, known, account.service.settings, teacher=teacher, detail=(), top=0)
   return feedbacks.learn(account, adapter.id, expected, request, idempotency=asked.idempotency).said
 
 

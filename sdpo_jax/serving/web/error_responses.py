@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import logging
 import math
+import re
 from typing import Any
 
 import pydantic
 
 from sdpo_jax.config.fields import did_you_mean
+from sdpo_jax.config.privacy import public_text
 from sdpo_jax.errors import UserError, printable
 from sdpo_jax.serving.errors import (
-  Busy,
+  Damaged,
   InvalidRequest,
   ServiceError,
+  StorageFailed,
   TooLarge,
   TurnConflict,
   Unauthorized,
   VersionConflict,
+  refusal,
 )
 from sdpo_jax.tables import counted
 
@@ -32,6 +37,9 @@ NATIVE = (
   '/v1/lora',
   '/v1/health',
 )
+# In the message of the store about a blob: the id of the adapter, and the number of the version.
+_STORED = re.compile(r'/adapters/([0-9a-z-]+)(?:/versions/([0-9]+)-)?')
+_logger = logging.getLogger('sdpo_jax.serving')
 _OPENAI_TYPES = {
   401: 'authentication_error',
   403: 'permission_error',
@@ -75,14 +83,29 @@ class Failure:
 
 
 def known(error: BaseException) -> ServiceError | None:
-  """Return an error as the `ServiceError` to respond with; None: it is unexpected."""
+  """Return an error as the `ServiceError` to respond with, see `public`; None: it is unexpected."""
   if isinstance(error, ServiceError):
-    return error
+    return public(error) if error.status >= 500 else error
   if isinstance(error, UserError):
-    return InvalidRequest(str(error))
+    return refusal(error)
   if isinstance(error, pydantic.ValidationError):
     return invalid(error)
   return None
+
+
+def public(error: ServiceError) -> ServiceError:
+  """Return an error of the service's own state without paths and addresses of its machine, which go to the log."""
+  full = str(error)
+  said = public_text(full)
+  if said == full:
+    return error
+  if isinstance(error, StorageFailed):
+    said = 'The store cannot be read or written: retry later; nothing that was acknowledged is lost.'
+  elif isinstance(error, Damaged) and (found := _STORED.search(full)):
+    id, number = found.groups()
+    what = f'The adapter {id}' if number is None else f'Version {int(number)} of {id}'
+    said = f'{what} is damaged in the store: undo to another version, or ask the operator to restore it from a copy.'
+  return type(error)(said, field=error.field, log=error.log or full, retry_after=error.retry_after)
 
 
 def invalid(error: pydantic.ValidationError, fields: Iterable[str] = ()) -> InvalidRequest:
@@ -121,10 +144,10 @@ def failure_of(error: Exception, path: str, request_id: str, unexpected: Callabl
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:
   """Return the response to an error: the native format, or OpenAI's for the paths that are compatible with it."""
   headers = {}
-  if isinstance(error, Busy):
+  if error.retry_after is not None:
     wait = max(0.0, error.retry_after)
     headers = {'Retry-After': str(max(1, math.ceil(wait))), 'retry-after-ms': str(math.ceil(1000 * wait))}
-  elif isinstance(error, VersionConflict):
+  if isinstance(error, VersionConflict):
     headers = {'ETag': f'"{error.current}"'}
   elif isinstance(error, Unauthorized):
     headers = {'WWW-Authenticate': 'Bearer'}
@@ -143,4 +166,6 @@ def failure(error: ServiceError, path: str, request_id: str) -> Failure:
     said['current_turn'] = error.current
   if isinstance(error, Internal):
     said['request_id'] = request_id
+  if error.log is not None:
+    _logger.warning('%s: %s', request_id, error.log)
   return Failure(error.status, {'error': said}, headers)

@@ -287,7 +287,7 @@ def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
   known = error_responses.known(error)
   if isinstance(known, (InvalidRequest, NotFound)):
     field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
-    return type(known)(f'entries[{number}]: {known}', field=field)
+    return type(known)(f'entries[{number}]: {known}', field=field, log=known.log)
   return error
 
 

@@ -116,7 +116,7 @@ def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int
 def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> int:
   """Return the most tokens that a prompt of the request may have."""
   service = account.service
-  return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
+  return max(service.max_prompt, service.max_text) if _reads(asked, max_tokens) else service.max_prompt
 
 
 def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> CompletionJob:
@@ -195,8 +195,11 @@ def said_of_prompts(account: Account, job: CompletionJob) -> list[list[Position]
 
 
 def read(account: Account, job: CompletionJob) -> tuple[list[list[Position]], list[DrawnCompletion]]:
-  """Return the log-probs of each prompt and its most likely next token, for a job that `reads`."""
-  if job.max_tokens == 0:
+  """Return the log-probs of each prompt and its most likely next token, for a job that `reads`.
+
+  There is no next token if none was asked for, or if a prompt is as long as a text may be.
+  """
+  if job.max_tokens == 0 or any(len(prompt.tokens) >= account.service.max_text for prompt in job.prompts):
     return said_of_prompts(account, job), [DrawnCompletion((), '', 'length', None, ())] * len(job.prompts)
   service = account.service
   # Append any token, to get the scores at the position after the prompt.

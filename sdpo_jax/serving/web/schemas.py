@@ -40,8 +40,8 @@ class CreateAdapter(RequestBody):
   name: Name = Field(description='A name, unique among your adapters.')
   settings: dict[str, Any] = Field(
     default_factory=dict,
-    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…} and canary_prompts […], with the '
-    'defaults of /v1/capabilities; pinned_versions […], numbers of versions that are kept with their moments.',
+    description='teacher {kind: live | ema | lagged | base | frozen | model | endpoint, …}, guards {…} and '
+    'canary_prompts […], with the defaults of /v1/capabilities.',
   )
   base_model: str | None = Field(None, description='The model that you expect; an error if another one is served.')
   rank: int | None = Field(None, description='The rank that you expect; an error if another one is served.')
@@ -51,7 +51,10 @@ class CreateAdapter(RequestBody):
 class ChangeAdapter(RequestBody):
   """New settings of an adapter."""
 
-  settings: dict[str, Any] = Field(description='As in CreateAdapter; settings that are left out stay as they are.')
+  settings: dict[str, Any] = Field(
+    description='As in CreateAdapter; settings that are left out stay as they are. And pinned_versions […], numbers of '
+    'versions that are kept, with the moments that they have.'
+  )
 
 
 class ForkAdapter(RequestBody):
@@ -289,7 +292,14 @@ class Update(RequestBody):
   jsd_weight: Number | None = Field(None, ge=0, description='For jsd_pg: the weight of the regulariser.')
   floor: Number | None = Field(None, lt=0, description='For jsd_pg: log q of tokens that the teacher does not name.')
   form: Literal['mixture', 'design'] | None = None
-  support: Literal['teacher', 'union'] | None = None
+  support: Literal['student', 'teacher', 'union'] | None = Field(
+    None,
+    description="The tokens of the divergence. For sdpo the top K of the student or, with 'teacher', of the teacher; "
+    "for jsd_pg the teacher's or, with 'union', those of both (if serve.union_support).",
+  )
+  tail: bool | None = Field(
+    None, description='For jsd_pg: whether a tail bucket holds all other tokens, as for sdpo and for union.'
+  )
   learning_rate: Number | None = Field(None, ge=0)
   beta1: Number | None = Field(None, ge=0, lt=1)
   beta2: Number | None = Field(None, ge=0, lt=1)
@@ -305,7 +315,9 @@ class FeedbackBody(FeedbackItem):
   items: list[FeedbackItem] | None = Field(None, description='Several completions, instead of the fields of one.')
   update: Update = Field(default_factory=Update)
   teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
+    None,
+    description='live, ema, lagged, base, frozen or endpoint, or {kind: …} with its settings, such as {kind: model, '
+    "name: …}; /v1/capabilities lists those here. null: the adapter's.",
   )
   mode: Literal['commit', 'dry_run'] = Field('commit', description='dry_run: learn nothing, only return the response.')
   guards: dict[str, Number | None] | None = Field(

@@ -18,7 +18,7 @@ import traceback
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from sdpo_jax.serving.web.admission import Lifetime
 
@@ -144,6 +144,12 @@ class _Stats:
 
   def collect(self) -> Iterable[Metric]:
     service = self._lifetime.present
+    if service is not None and service.endpoint is not None:
+      teacher = service.endpoint
+      closed = teacher.state['breaker'] == 'closed'
+      yield GaugeMetricFamily('sdpo_teacher_open', 'Whether the external teacher is not asked.', value=not closed)
+      for name, value in teacher.counts.items():
+        yield CounterMetricFamily(f'sdpo_teacher_{name}', f'Of the external teacher: {name}.', value=value)
     stats = {} if service is None else {'engine': service.worker.stats, 'store': service.store.stats}
     for part, values in stats.items():
       for name, value in sorted(values.items()):

@@ -73,7 +73,7 @@ class Service:
     ready.set()
     self.worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 2})
     self.requests, self.calls = {}, collections.Counter()
-    self.store = RequestStore(self.requests)
+    self.store, self.endpoint = RequestStore(self.requests), None
 
 
 @pytest.fixture(autouse=True)

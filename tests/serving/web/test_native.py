@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import io
 import json
+import re
+import sqlite3
 import types
 import zipfile
 
@@ -16,11 +18,16 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from sdpo_jax.config import TeacherEndpointConfig
+from sdpo_jax.errors import UserError
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.sidecar import FAILURES, Sidecar
+from sdpo_jax.serving.store import blobs
 from sdpo_jax.serving.web import packed
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.telemetry import Log
+from tests.local_server import dead_address
 from tests.serving import service_world
 
 ROOT = '/v1/continual'
@@ -51,6 +58,7 @@ def world(tmp_path_factory):
       assert opened.status_code == 201, opened.text
       sessions[owner] = opened.json()
     yield types.SimpleNamespace(
+      folder=folder,
       app=app,
       service=service,
       own=own,
@@ -106,6 +114,15 @@ def test_feedback_makes_the_next_version_and_says_so(world):
   assert dry.json()['version_after'] == 0 and dry.headers['etag'] == '"0"', dry.text
   assert dry.json()['teacher'] == 'ema'
   assert world.ada.post(f'{at}/feedback', json=body | {'teacher': 3}).json()['error']['field'] == 'teacher'
+  for update, part in (
+    ({'support': 'teacher'}, {'name': 'sdpo', 'support': 'teacher'}),
+    ({'loss': 'jsd_pg', 'tail': True}, {'name': 'jsd_pg', 'support': 'teacher', 'tail': True}),
+  ):
+    learned = world.ada.post(f'{at}/feedback', json=body | {'mode': 'dry_run', 'update': update, 'teacher': 'base'})
+    assert part.items() <= learned.json()['loss'].items() and learned.json()['accepted']
+  for update in ({'loss': 'jsd_pg', 'support': 'union'}, {'support': 'union'}, {'tail': True}):
+    wrong = world.ada.post(f'{at}/feedback', json=body | {'update': update})
+    assert code(wrong) == (400, 'invalid_request') and re.search('support|tail', wrong.json()['error']['message'])
   done = world.ada.post(f'{at}/feedback', json=body, headers={'If-Match': '"0"'})
   answer = done.json()
   assert done.status_code == 200 and done.headers['etag'] == '"1"'
@@ -152,6 +169,104 @@ def test_a_kept_answer_that_committed_nothing_goes_with_its_adapter(world):
   assert first.status_code == 200 and first.content == again.content
   world.ada.delete(at)
   assert code(world.ada.post(f'{at}/feedback', **asked)) == (404, 'not_found')
+
+
+def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, monkeypatch, caplog):
+  service, root, said = world.service, world.folder / 'root', []
+  away = dead_address()
+  settings = TeacherEndpointConfig(url=f'{away}/v1', model='m', retries=0, timeout_s=5.0)
+  monkeypatch.setattr(service, 'endpoint', Sidecar(settings, 264, lambda *_: None, pause_s=60.0))
+  at, fork = create(world.ada, 'told'), {'json': {'name': 'told-again'}}
+  adapter = at.rsplit('/', 1)[1]
+  sample = draw(world.ada, 'told')['completions'][0]['sample_id']
+  body = {'sample_id': sample, 'feedback': 'No.'}
+
+  def ask(method, path, statuses, **more):
+    """Send a request, which must end with one of the statuses; return the answer's text."""
+    response = world.ada.request(method, path, **more)
+    said.append(f'{response.headers} {response.text}')
+    assert response.status_code in statuses, (path, response.text)
+    return response
+
+  def learn(**more):
+    return ask('POST', f'{at}/feedback', (500, 503), json=body | more)
+
+  # A dead teacher, first when it is asked, then when it is not asked any more.
+  for _ in range(FAILURES + 1):
+    gone = learn(teacher='endpoint')
+    assert gone.status_code == 503 and int(gone.headers['retry-after']) >= 1
+    assert gone.json()['error']['code'] == 'teacher_unavailable'
+  wrong = {'lora_id': 'told', 'prompt': 'Hi', 'response': 'Ho', 'feedback': 'No.', 'teacher': 'endpoint'}
+  assert ask('POST', '/v1/distill', (503,), json=wrong).headers['retry-after'] == gone.headers['retry-after']
+  entry = {**body, 'adapter': 'told', 'teacher': 'endpoint'}
+  [result] = ask('POST', f'{ROOT}/feedback/batch', (200,), json={'entries': [entry]}).json()['results']
+  assert result['status'] == 503 and world.ada.get(at).json()['version'] == 0
+  assert ask('GET', '/readyz', (200,)).json()['teacher']['breaker'] == 'open'
+  assert 'sdpo_teacher_open 1.0' in ask('GET', '/metrics', (200,)).text
+
+  # A disk and a database that fail, and an engine that says what it had at hand.
+  def fail(*_, **__):
+    raise OSError(28, 'No space left on device', str(root / 'x'))
+
+  for module, name in ((blobs, '_create'), (blobs, 'write_atomically')):
+    with monkeypatch.context() as broken:
+      broken.setattr(module, name, fail)
+      assert 'nothing that was acknowledged is lost' in learn().json()['error']['message']
+      ask('POST', f'{ROOT}/adapters', (503,), json={'name': 'more'})
+  with monkeypatch.context() as broken:
+    error = sqlite3.OperationalError(f'disk I/O error: {root}')
+    failing = types.SimpleNamespace(execute=lambda *_: (_ for _ in ()).throw(error))
+    broken.setattr(service.store.database, '_connection', failing)
+    for path in (f'{ROOT}/adapters', at, f'{at}/versions', '/v1/models', '/v1/lora'):
+      ask('GET', path, (503,))
+  asked = {'json': {'model': 'told', 'rows': [{'prompt': 'Hi', 'completion': 'Ho'}]}}
+  for error in (RuntimeError(f'{root}/lib.so'), UserError(f'{root}/shelf/a.safetensors is damaged: restart.')):
+    engine = service.worker._engine  # noqa: SLF001 (Nothing else holds it.)
+    with monkeypatch.context() as broken:
+      broken.setattr(engine, 'learn', lambda *_, error=error: (_ for _ in ()).throw(error))
+      ask('POST', f'{at}/feedback', (400, 500), json=body)
+
+  # Files that are damaged or gone, of a version that the engine has to read.
+  assert world.ada.post(f'{at}/feedback', json=body).json()['version_after'] == 1
+  [folder] = root.glob(f'users/*/adapters/{adapter}/versions/00000001-*')
+  for name in ('adapter_model.safetensors', 'train_state.safetensors', 'manifest.json'):
+    content = (folder / name).read_bytes()
+    for damage in (content[:-1] + bytes([content[-1] ^ 1]), None):
+      (folder / name).unlink()
+      if damage is not None:
+        (folder / name).write_bytes(damage)
+      service.worker.forget(f'{adapter}@1')
+      answers = [ask('POST', f'{at}/fork', (500,), **fork), learn(), ask('POST', f'{at}/undo', (500,), json={'to': 1})]
+      answers += [ask('POST', f'{ROOT}/score', (500,), **asked)]
+      if name != 'train_state.safetensors':
+        answers += [ask('GET', f'{at}/export', (500,)), ask('GET', f'{at}/versions/1/diff', (500,))]
+      for answer in answers:
+        assert f'Version 1 of {adapter} is damaged in the store: undo to' in answer.json()['error']['message']
+      (folder / name).write_bytes(content)
+  head = folder.parent.parent / 'HEAD'
+  content = head.read_bytes()
+  for damage in (b'x', None):
+    head.unlink() if damage is None else head.write_bytes(damage)
+    assert f'The adapter {adapter} is damaged in the store' in learn().json()['error']['message']
+    head.write_bytes(content)
+
+  # What is well tells nothing either.
+  with zipfile.ZipFile(io.BytesIO(world.ada.get(f'{at}/export').content)) as files:
+    said += [files.read(name).decode('latin-1') for name in files.namelist()]
+  for path in (at, f'{at}/versions', f'{at}/versions/1', '/v1/models', '/v1/capabilities', '/openapi.json', '/docs'):
+    ask('GET', path, (200,))
+  for secret in (
+    f'{away}/v1',
+    'cannot be read or written',
+    'No space left',
+    'disk I/O error',
+    f'{folder}/manifest.json',
+    f'{head} is',
+  ):
+    assert secret in caplog.text
+  told = '\n'.join(said)
+  for secret in (str(world.folder), str(root), away, away.removeprefix('http://'), 'users/'):
+    assert secret not in told, told[max(0, told.index(secret) - 300) : told.index(secret) + 100]
 
 
 def test_several_feedbacks_are_answered_each_by_itself(world):
@@ -367,6 +482,9 @@ NAMELESS = {
   '/console',
   '/console.css',
   '/console.js',
+  '/tokenize',
+  '/detokenize',
+  '/tokenizer_info',
 }
 LEARNED = {'prompt': 'Hi', 'response': 'Ho', 'feedback': 'No.'}
 # Routes in the words of other services: (method, path) → a request that names an adapter.
@@ -386,6 +504,8 @@ OTHERS = {
   *(('GET', path) for path in ('/v1/health', '/v1/models', '/v1/lora')),
   *(('GET', path) for path in ('/', '/console', '/console.css', '/console.js')),
   ('POST', '/v1/lora/init'),
+  *(('POST', path) for path in ('/tokenize', '/detokenize')),
+  ('GET', '/tokenizer_info'),
 }
 IDS = st.text(
   st.characters(codec='utf-8', exclude_characters='/?#%\\', exclude_categories=('Cc', 'Cs')), min_size=1, max_size=30

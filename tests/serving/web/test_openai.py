@@ -231,7 +231,7 @@ def test_prompt_log_probs_have_the_shape_of_vllm(client, model, reader):
   assert chat.prompt_logprobs[0] is None and all(len(row) == 1 for row in chat.prompt_logprobs[1:])
 
 
-def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client, model, reader):
+def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client, world, model, reader):
   tokens = reader.encode('The sky is blue. ' * 12)
   [choice] = complete(client, tokens, max_tokens=1, temperature=0, echo=True, logprobs=1, return_token_ids=True).choices
   said = log_probs(*model, tokens)
@@ -243,6 +243,14 @@ def test_texts_that_are_only_read_may_be_as_long_as_those_that_are_scored(client
   assert drawn.token_ids == read.token_ids and drawn.sample_id is not None
   with pytest.raises(openai.BadRequestError, match='the limit is 64'):
     complete(client, tokens, max_tokens=1, temperature=0)
+  longest = (tokens * 2)[: world.service.max_text]
+  [full] = complete(client, longest, max_tokens=1, temperature=0, prompt_logprobs=0).choices
+  said = log_probs(*model, longest)[np.arange(320), longest[1:]]
+  found = [row[str(token)]['logprob'] for row, token in zip(full.prompt_logprobs[1:], longest[1:], strict=True)]
+  np.testing.assert_allclose(found, said, atol=1e-4)
+  assert (full.text, full.finish_reason, len(longest)) == ('', 'length', 321)  # There is no room for a next token.
+  with pytest.raises(openai.BadRequestError, match='the limit is 321'):
+    complete(client, [*longest, 5], max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
 @pytest.mark.parametrize('field', ['prompt_logprobs', 'logprobs'])
@@ -433,8 +441,7 @@ def test_lm_eval_measures_what_forward_passes_say(world, model, reader, tmp_path
     f"{common}task: rolling\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{{{question}}}}'\n"
     'metric_list: [{metric: byte_perplexity}]\n'
   )
-  folder = world.service.config.model.path
-  arguments = f'model=tiny,base_url={world.url}/v1/completions,tokenizer={folder},max_length=300,max_retries=1'
+  arguments = f'model=tiny,base_url={world.url}/v1/completions,tokenizer_backend=remote,max_length=300,max_retries=1'
   command = [sys.executable, '-m', 'lm_eval', '--model', 'local-completions', '--model_args', arguments]
   command += ['--tasks', 'choice,rolling', '--include_path', str(tmp_path), '--log_samples', '--output_path']
   environment = os.environ | {'HF_HOME': str(tmp_path / 'home'), 'HF_HUB_OFFLINE': '1', 'HF_DATASETS_OFFLINE': '1'}
@@ -454,6 +461,29 @@ def test_lm_eval_measures_what_forward_passes_say(world, model, reader, tmp_path
       assert abs(float(value) - likelihood(reader.encode(question), reader.encode(f' {choice}'))) < 1e-4
   for (question, _), [[value]] in zip(rows, samples('rolling'), strict=True):
     assert abs(float(value) - likelihood([reader.eos_token_id], reader.encode(question))) < 1e-4
+
+
+def test_a_remote_tokenizer_has_what_lm_eval_asks_for(world, reader):
+  with httpx.Client(base_url=world.url) as client:
+    info = client.get('/tokenizer_info', headers={'Content-Type': 'application/json'}).json()
+    assert info['eos_token'] == reader.eos_token and info['chat_template'] == reader.chat_template
+    assert set(info) == {f'{kind}_token' for kind in ('bos', 'eos', 'pad', 'unk')} | {
+      'tokenizer_class',
+      'chat_template',
+    }
+
+    def tokens(**body):
+      return client.post('/tokenize', json=body).json()
+
+    for text in ('Hello, six €', reader.eos_token, ''):
+      found = tokens(prompt=text, add_special_tokens=False)
+      assert found['tokens'] == reader.encode(text, add_special_tokens=False) and found['count'] == len(found['tokens'])
+      assert client.post('/detokenize', json={'tokens': found['tokens']}).json() == {'prompt': text}
+    assert tokens(prompt='ab', return_token_strs=True)['token_strs'] == ['a', 'b']
+    said = reader.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert tokens(messages=MESSAGES)['tokens'] == said
+    for path, body in (('tokenize', {}), ('tokenize', {'prompt': 'a' * 400_001}), ('detokenize', {'tokens': [264]})):
+      assert client.post(f'/{path}', json=body).status_code == 400
 
 
 # --- As a teacher ---
@@ -544,7 +574,12 @@ def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   (status, answer), again = (post(world, '/v1/distill', learned, **{'Idempotency-Key': 'dan-2'}) for _ in range(2))
   assert status == 200 and again == (status, answer)  # Sent twice, learned once.
   assert answer['lora_uri'] == f'sdpo://{dan}@2' and answer['metadata']['mean_advantage'] > 0
-  assert world.account.version(dan, 2).details['loss']['name'] == 'jsd_pg'
+  details = world.account.version(dan, 2).details
+  assert details['loss']['name'] == 'jsd_pg' and details['teacher'] == 'live'
+  status, answer = post(world, '/v1/distill', learned | {'lora_uri': answer['lora_uri'], 'teacher': 'base'})
+  assert status == 200 and world.account.version(dan, 3).details['teacher'] == 'base'
+  status, wrong = post(world, '/v1/distill', body | {'lora_uri': answer['lora_uri'], 'teacher': 'nobody'})
+  assert status == 400 and wrong['error']['field'] == 'teacher.kind'
 
 
 def test_feedback_learns_by_the_divergence(world, dan):

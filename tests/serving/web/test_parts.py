@@ -207,8 +207,9 @@ def test_metrics_are_counted_by_route_and_the_workers_numbers_are_asked_for():
   ready = threading.Event()
   ready.set()
   worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 3})
+  teacher = types.SimpleNamespace(state={'breaker': 'open'}, counts={'failures': 3})
   store = types.SimpleNamespace(stats={'written_bytes': 7})
-  metrics = Metrics(Lifetime(types.SimpleNamespace(worker=worker, store=store)))
+  metrics = Metrics(Lifetime(types.SimpleNamespace(worker=worker, endpoint=teacher, store=store)))
   metrics.end('/v1/continual/adapters/{adapter}', 'GET', 200, 0.02, {'sampled': 12})
   metrics.end('/v1/score', 'POST', 429, 0.02, {'sampled': -2})
   metrics.feedback('committed')
@@ -216,6 +217,7 @@ def test_metrics_are_counted_by_route_and_the_workers_numbers_are_asked_for():
   assert 'sdpo_requests_total{method="GET",route="/v1/continual/adapters/{adapter}",status="200"} 1.0' in text
   assert 'sdpo_tokens_total{kind="sampled"} 12.0' in text
   assert 'sdpo_engine_waiting 3.0' in text and 'sdpo_store_written_bytes 7.0' in text and 'sdpo_ready 1.0' in text
+  assert 'sdpo_teacher_open 1.0' in text and 'sdpo_teacher_failures_total 3.0' in text
 
 
 def test_the_log_has_bodies_and_messages_of_errors_only_where_they_are_asked_for():

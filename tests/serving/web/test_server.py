@@ -65,7 +65,7 @@ class Slow:
   """A service that becomes ready when it is let, and ends at once."""
 
   def __init__(self):
-    self.worker = types.SimpleNamespace(ready=threading.Event(), failure=None, stats={})
+    self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, stats={}), None
     self.stopped = []
 
   def start(self):
