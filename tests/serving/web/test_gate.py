@@ -38,7 +38,9 @@ class Account:
 
 
 class RequestStore:
-  """What the gate asks of the store."""
+  """What the gate and the metrics ask of the store."""
+
+  stats = {'waiting_states': 0}
 
   def __init__(self, requests):
     self.requests = requests

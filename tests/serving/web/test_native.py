@@ -229,7 +229,7 @@ def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, m
   # Files that are damaged or gone, of a version that the engine has to read.
   assert world.ada.post(f'{at}/feedback', json=body).json()['version_after'] == 1
   [folder] = root.glob(f'users/*/adapters/{adapter}/versions/00000001-*')
-  for name in ('adapter_model.safetensors', 'train_state.safetensors', 'manifest.json'):
+  for name in ('adapter_model.safetensors', 'manifest.json'):
     content = (folder / name).read_bytes()
     for damage in (content[:-1] + bytes([content[-1] ^ 1]), None):
       (folder / name).unlink()
@@ -238,8 +238,7 @@ def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, m
       service.worker.forget(f'{adapter}@1')
       answers = [ask('POST', f'{at}/fork', (500,), **fork), learn(), ask('POST', f'{at}/undo', (500,), json={'to': 1})]
       answers += [ask('POST', f'{ROOT}/score', (500,), **asked)]
-      if name != 'train_state.safetensors':
-        answers += [ask('GET', f'{at}/export', (500,)), ask('GET', f'{at}/versions/1/diff', (500,))]
+      answers += [ask('GET', f'{at}/export', (500,)), ask('GET', f'{at}/versions/1/diff', (500,))]
       for answer in answers:
         assert f'Version 1 of {adapter} is damaged in the store: undo to' in answer.json()['error']['message']
       (folder / name).write_bytes(content)
