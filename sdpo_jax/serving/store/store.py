@@ -264,8 +264,9 @@ class Store:
       adapter = dataclasses.replace(head.adapter, settings=jsonable(settings))
       self._swap_head(dataclasses.replace(head, adapter=adapter, pinned=pinned), tagged, request)
       if gone:
-        folder, _ = self._place(id)
-        self._remove(owner, id, folder, [key for key, of in self._listed(folder) if str(of.number) in gone])
+        with contextlib.suppress(StorageFailed):  # The settings have changed; the next access removes the files.
+          folder, _ = self._place(id)
+          self._remove(owner, id, folder, [key for key, of in self._listed(folder) if str(of.number) in gone])
       return adapter
 
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:

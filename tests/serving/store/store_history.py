@@ -23,7 +23,7 @@ from sdpo_jax.serving.store.store import IdempotentRequest, Retention, Store
 from tests import file_operations
 from tests.serving.store.store_cases import arrays, open_store, state
 
-RETENTION = Retention(keep_versions=2)
+RETENTION = Retention(keep_versions=2, idle_s=1e6)
 KEY, BODY = 'a key', 'a body'
 THREADS = 4  # Of a process under load.
 
@@ -80,27 +80,33 @@ def history(store: Store, told) -> None:
       store.keep_optimizer_state(made, state(more['details']['seed'])).result()
       told(state_of(store))
 
-  def create(owner, name, seed, **more):
-    adapter, _ = store.create(owner, name, {'step': 0}, arrays(seed), details={'seed': seed}, **more)
+  def create(owner, name, seed, drawn=False, **more):
+    given = (None, {'seed': seed}) if drawn else (arrays(seed), {})
+    details = {'seed': seed, 'drawn': drawn}
+    adapter, _ = store.create(owner, name, {'step': 0}, given[0], **given[1], details=details, **more)
     told(state_of(store))
     return adapter
 
   told({})
-  mine, his = create('ada', 'mine', 100), create('bob', 'his', 200)
+  mine, his = create('ada', 'mine', 100, drawn=True), create('bob', 'his', 200)
   commit('ada', mine)
   ask(store, mine.id, 1)
   told(state_of(store))
-  commit('ada', mine, reason='undo', details={'seed': 100}, parent=0)
+  commit('ada', mine, reason='undo', details={'seed': 0}, parent=0)
   create('ada', 'fork', 12, reason='fork')
   store.change_settings('ada', mine.id, 3, {'step': 1})
   told(state_of(store))
   commit('ada', mine)
-  store.change_settings('ada', mine.id, 4, {'pinned_versions': [2, 4]})
+  store.change_settings('ada', mine.id, 4, {'pinned_versions': [1, 2, 4]})
   told(state_of(store))
   commit('ada', mine)
   store.retain()
   told(state_of(store))
   store.delete('bob', his.id)
+  told(state_of(store))
+  store.change_settings('ada', mine.id, 5, {'pinned_versions': [2, 4]})
+  told(state_of(store))
+  store.retain(store.clock() + 2e6)
   told(state_of(store))
 
 
@@ -128,6 +134,8 @@ def load(folder: pathlib.Path) -> None:
         except VersionConflict:
           continue
         say(who, adapter.id, made.number, made.digest, seed)
+        if seed % 2:
+          store.keep_optimizer_state(made, state(seed))
       if seed % 3 == 0:
         doomed, _ = store.create(owner, f'doomed {seed}', {}, arrays(seed), details={'seed': seed})
         store.delete(owner, doomed.id)

@@ -75,10 +75,15 @@ def check_versions(store, state) -> None:
   for id, adapter in state.items():
     folder = versions.adapter_folder(adapter['owner'], id)
     files.add(f'{folder}/HEAD')
-    for version in store.versions(adapter['owner'], id):
-      assert_same(store.arrays(version), arrays(version.details['seed']))
+    known = store.versions(adapter['owner'], id)
+    store_history.state_of_newest(store, known)
+    for version in known:
+      seed, drawn = version.details['seed'], version.details.get('drawn', False)
+      expected = versions.fresh(store.base.adapter, store.base.rows, seed) if drawn else arrays(seed)
+      assert_same(store.arrays(version), expected)
       name = versions.version_folder(version.number, version.digest)
-      files |= {f'{folder}/versions/{name}/{file}' for file in (versions.MANIFEST, *versions.PEFT_FILES)}
+      own = (versions.MANIFEST, *(() if drawn else versions.PEFT_FILES))
+      files |= {f'{folder}/versions/{name}/{file}' for file in own}
   others = (versions.TOMBSTONE, versions.MOMENTS, versions.AVERAGE)  # `state_of_newest` is about the last two.
   assert {entry.key for entry in store.blobs.list() if not entry.key.endswith(others)} == files
 
