@@ -20,11 +20,14 @@ class Payer:
   weight: float = 1.0  # Share of the work relative to that of other payers.
 
 
+SERVICE = Payer()
+
+
 class Shares:
   """The work done for each payer, by which they take turns.
 
-  Of two payers for whom work waits all the time, each gets a share in proportion to its weight, up to the largest pieces
-  of work that are under way. A payer who was idle gets no credit for that time.
+  Payers for whom work waits all the time get shares in proportion to their weights, up to the largest pieces of work
+  that are under way. A payer who was idle gets no credit for that time.
   """
 
   def __init__(self):

@@ -16,7 +16,7 @@ import numpy as np
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import NO_MEMBER
-from sdpo_jax.rollout.fair_queue import FairQueue, Payer
+from sdpo_jax.rollout.fair_queue import SERVICE, FairQueue, Payer
 from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
@@ -145,7 +145,7 @@ class Resident:
     *,
     weights: Weights = Weights(),
     owner: Hashable = None,
-    payer: Payer = Payer(),
+    payer: Payer = SERVICE,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     drafts: bool = False,

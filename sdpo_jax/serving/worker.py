@@ -21,9 +21,22 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.rollout.fair_queue import SERVICE, Payer, Shares
+from sdpo_jax.serving.capacity import Capacity
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError
-from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
+from sdpo_jax.serving.jobs import (
+  ForgetJob,
+  Job,
+  LearnJob,
+  SampleJob,
+  ScoreJob,
+  fair_order,
+  learn_batch,
+  runnable,
+  score_batch,
+  tokens_scored,
+)
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
@@ -49,6 +62,7 @@ class Worker:
     load: Callable[[str], Arrays],
     *,
     max_waiting: int = 256,
+    shared: bool = False,
     announce: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -59,18 +73,20 @@ class Worker:
       load: returns the arrays of a version, by its name, that the engine does not have; called in reader threads. Its
         errors are raised in the requests that need the version.
       max_waiting: the most requests that may wait or be in progress; further ones are refused.
+      shared: whether payers must leave room for others among these, see `Capacity`.
       announce: receives lines about the programs of the engine.
       clock: returns seconds; deadlines are times on it.
     """
     self.ready = threading.Event()  # Set while all programs are compiled and requests are accepted.
     self.failure: BaseException | None = None  # The error because of which there is no engine.
     self._make_engine, self._load, self._announce = make_engine, load, announce
-    self._max_waiting, self._clock = max_waiting, clock
+    self._clock = clock
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
-    self._unfinished = 0  # Requests that wait or are in progress.
+    self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
+    self._shares = Shares()  # Learning and scoring done for each payer.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
     self._closed = False
@@ -135,6 +151,7 @@ class Worker:
     prompt: Sequence[int],
     *,
     deadline: float | None = None,
+    payer: Payer = SERVICE,
     **options: Any,
   ) -> SampleJob:
     """Queue a prompt to be sampled from a version.
@@ -143,6 +160,7 @@ class Worker:
       version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
       deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
+      payer: on whose account; payers take turns.
       **options: options of `Engine.submit`: the owner, stop strings and tokens, whether the job yields drafts, too, and
         `SamplingOptions`; the default of `step` is 0.
 
@@ -151,7 +169,8 @@ class Worker:
       NotReady: there is no engine now.
     """
     given = {'step': 0, **options}
-    job = SampleJob(frozenset({version} - {BASE}), deadline, version=version, prompt=list(prompt), options=given)
+    needs = frozenset({version} - {BASE})
+    job = SampleJob(needs, deadline, payer, version=version, prompt=list(prompt), options=given)
     self._queue(job)
     return job
 
@@ -171,6 +190,7 @@ class Worker:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
     deadline: float | None = None,
+    payer: Payer = SERVICE,
   ) -> Future[list[Scored]]:
     """Queue rows to be scored, see `Engine.score`.
 
@@ -187,11 +207,11 @@ class Worker:
       lengths = [len(tokens) for _, tokens in rows]
       if len(shapes) != 1 or False in shapes or [len(own) for own in ids] != lengths:
         raise InvalidRequest('ids must have the same number of ids for every token of every row.', field='ids')
-    job = ScoreJob(frozenset({version} - {BASE}), deadline, version=version, rows=rows, topk=topk, ids=ids)
+    job = ScoreJob(frozenset({version} - {BASE}), deadline, payer, version=version, rows=rows, topk=topk, ids=ids)
     self._queue(job)
     return job.future
 
-  def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
+  def learn(self, feedback: Feedback, *, deadline: float | None = None, payer: Payer = SERVICE) -> Future[Learned]:
     """Queue a feedback to learn from; once the future is done, the engine has the new version.
 
     If a gradient was not finite, there is no new version. Otherwise only the engine has it: call `stored` after it was
@@ -204,7 +224,7 @@ class Worker:
     needs = {feedback.version}
     if feedback.teacher.startswith(TEACHING_VERSION):
       needs.add(feedback.teacher.removeprefix(TEACHING_VERSION))
-    job = LearnJob(frozenset(needs - {BASE}), deadline, feedback=feedback)
+    job = LearnJob(frozenset(needs - {BASE}), deadline, payer, feedback=feedback)
     self._queue(job)
     return job.future
 
@@ -263,7 +283,7 @@ class Worker:
     engine = self._engine
     with self._lock:
       found: dict[str, float] = dict(self._counts)
-      found['unfinished'] = self._unfinished
+      found['unfinished'] = self._places.taken
     found['sampling'] = len(self._drawing)
     found['loading'] = len(self._loading)
     found['versions'] = len(self._kept) + len(self._own)
@@ -278,14 +298,13 @@ class Worker:
     with self._lock:
       if self._refusal is not None:
         raise NotReady(self._refusal)
-      if self._unfinished >= self._max_waiting:
+      if not self._places.take(job.payer.id):
         self._counts['refused'] += 1
-        seconds = min(_MOST, max(_LEAST, self._pace * self._unfinished / 4))
+        seconds = min(_MOST, max(_LEAST, self._pace * self._places.taken / 4))
         raise Busy(
-          f'The queue is full with {self._unfinished} requests: retry in {seconds:.1f} s.', retry_after=seconds
+          f'The queue is full with {self._places.taken} requests: retry in {seconds:.1f} s.', retry_after=seconds
         )
       job.began = self._clock()
-      self._unfinished += 1
       self._inbox.append(job)
     self._wake.set()
 
@@ -366,8 +385,13 @@ class Worker:
       if version in self._own:
         self._own.remove(version)
         self._kept[version] = None
+    payers = {job.payer for job in self._waiting} if self._inbox else set()
     while self._inbox:
-      self._waiting.append(self._inbox.popleft())
+      job = self._inbox.popleft()
+      if job.payer not in payers:
+        self._shares.enter(job.payer, payers)
+        payers.add(job.payer)
+      self._waiting.append(job)
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
       try:
@@ -407,9 +431,9 @@ class Worker:
     return True
 
   def _fetch(self, engine: Engine) -> None:
-    """Start loading the versions that waiting requests need, in order, but no more than memory has room for."""
+    """Start loading the versions that waiting requests need, in turns, but no more than memory has room for."""
     pinned: set[str] = set()
-    for job in self._waiting:
+    for job in fair_order(self._waiting, self._shares):
       if not job.needs or (pinned and len(pinned | job.needs) > self._most):
         continue
       pinned |= job.needs
@@ -422,12 +446,17 @@ class Worker:
 
   def _begin(self, engine: Engine) -> bool:
     """Start sampling for every waiting request that can start; return whether any did."""
-    moved, passed = False, []
-    for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
+    moved, passed, ahead = False, [], collections.Counter()
+    for job in self._drawing:
+      ahead[job.payer] += job.drawing.left
+    for job in fair_order(runnable(self._waiting, engine), self._shares):
+      # Samples that would wait long for rows must not hold places for versions meanwhile, which others may need.
+      if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * engine.settings.rows:
+        continue
       if any(earlier.passed >= engine.settings.rows for earlier in passed):
         break  # That one was overtaken often enough, and gets the next free place.
       try:
-        drawing = engine.submit(job.version, job.prompt, **job.options)
+        drawing = engine.submit(job.version, job.prompt, payer=job.payer, **job.options)
       except NoPlaceError:
         if not self._drawing:
           self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
@@ -441,6 +470,7 @@ class Worker:
       self._touch(job)
       job.begin(drawing)
       self._drawing.append(job)
+      ahead[job.payer] += drawing.left
       for earlier in passed:
         earlier.passed += 1
       moved = True
@@ -448,7 +478,7 @@ class Worker:
 
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
-    jobs = runnable(self._waiting, engine)
+    jobs = fair_order(runnable(self._waiting, engine), self._shares)
     moved = False
     for job in jobs:
       if isinstance(job, ForgetJob):
@@ -473,6 +503,7 @@ class Worker:
       self._alone_or_refused(engine, wanted, error)
       return
     for job, learned in zip(wanted, found, strict=True):
+      self._shares.charge(job.payer, job.work)
       if learned.stepped:
         self._own.add(job.feedback.new)
       self._touch(job)
@@ -498,6 +529,7 @@ class Worker:
       return
     for job, count in wanted:
       own, found = found[:count], found[count:]
+      self._shares.charge(job.payer, tokens_scored(job.rows[len(job.found) : len(job.found) + count]))
       job.found += [scored.with_top(job.topk) for scored in own]
       self._touch(job)
       if not job.left:
@@ -599,7 +631,7 @@ class Worker:
     now = self._clock()
     with self._lock:
       self._counts[count] += 1
-      self._unfinished -= 1
+      self._places.let_go(job.payer.id)
       self._pace += 0.1 * (now - max(self._last_end, job.began) - self._pace)
       self._last_end = now
 

@@ -101,8 +101,8 @@ class Stand:
     if self.drawings:
       self._called('turn')
     for drawing in list(self.drawings):
-      drawing.left -= 1
-      if drawing.cancelled or drawing.left == 0:
+      drawing.turns -= 1
+      if drawing.cancelled or drawing.turns == 0:
         drawing.end(CancelledError() if drawing.cancelled else None)
         self.drawings.remove(drawing)
         self.places[drawing.version] -= drawing.version != BASE
@@ -136,8 +136,8 @@ class Stand:
 
 
 class Drawing:
-  def __init__(self, version, left):
-    self.version, self.left, self.cancelled = version, left, False
+  def __init__(self, version, turns):
+    self.version, self.turns, self.left, self.cancelled = version, turns, 1, False
     self._future = concurrent.futures.Future()
 
   def end(self, error):

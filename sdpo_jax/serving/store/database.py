@@ -54,7 +54,7 @@ CREATE TABLE feedback (id INTEGER PRIMARY KEY, adapter TEXT NOT NULL, record TEX
 CREATE INDEX feedback_of_adapter ON feedback (adapter);
 """
 SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
-_SESSION_TABLES = """
+_LATER_TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
   record TEXT NOT NULL);
@@ -67,8 +67,11 @@ CREATE TABLE IF NOT EXISTS session_examples (
   id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
   state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
   record TEXT NOT NULL, UNIQUE (session, n, kind));
-CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state)
+CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state);
+CREATE TABLE IF NOT EXISTS usage (
+  key TEXT NOT NULL, day BIGINT NOT NULL, kind TEXT NOT NULL, amount BIGINT NOT NULL, PRIMARY KEY (key, day, kind))
 """
+_USAGE_DAYS = 31  # Days for which the use of keys is kept.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,12 +182,12 @@ class Database:
     self._add_tables()
 
   def _add_tables(self) -> None:
-    """Make the tables of sessions, which files of earlier versions of sdpo_jax lack."""
+    """Make the tables of sessions and of usage, which files of earlier versions of sdpo_jax lack."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if SESSION_TABLES <= names:
+    if SESSION_TABLES | {'usage'} <= names:
       return
     with self.writing(full=True) as rows:
-      for statement in _SESSION_TABLES.split(';'):
+      for statement in _LATER_TABLES.split(';'):
         rows.execute(statement)
 
   def _move_aside(self, why: str) -> None:
@@ -422,6 +425,26 @@ class Database:
     """Return the feedback records of an adapter, the oldest first."""
     rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
     return [json.loads(record) for (record,) in rows]
+
+  # Usage.
+
+  def usage(self, day: int) -> dict[tuple[str, str], int]:
+    """Return what was used on a day, counted from the epoch, by the id of the key and the kind."""
+    rows = self.read('SELECT key, kind, amount FROM usage WHERE day = ?', (day,))
+    return {(key, kind): amount for key, kind, amount in rows}
+
+  def add_usage(self, amounts: Mapping[tuple[str, int, str], int]) -> dict[tuple[str, int, str], int]:
+    """Add to what was used, by key, day and kind; return the new amounts."""
+    with self.writing() as rows:
+      rows.executemany(
+        'INSERT INTO usage (key, day, kind, amount) VALUES (?, ?, ?, ?) '
+        'ON CONFLICT (key, day, kind) DO UPDATE SET amount = usage.amount + excluded.amount',
+        [(*name, amount) for name, amount in amounts.items()],
+      )
+      newest = max(day for _, day, _ in amounts)
+      rows.execute('DELETE FROM usage WHERE day < ?', (newest - _USAGE_DAYS,))
+      query = 'SELECT amount FROM usage WHERE key = ? AND day = ? AND kind = ?'
+      return {name: rows.execute(query, name).fetchone()[0] for name in amounts}
 
 
 _ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, tag, deleted'

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sdpo_jax.config import ServeConfig
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
@@ -158,8 +159,9 @@ class World:
   def __init__(self, keys=None, ready=True, bodies=False, routes=ROUTES, **http):
     self.service, self.settings, self.logged = Service(), ServeConfig(), io.StringIO()
     for name, value in http.items():
-      section = self.settings.limits if name in ('tokens_per_minute', 'burst_tokens') else self.settings.http
+      section = self.settings.limits if hasattr(self.settings.limits, name) else self.settings.http
       setattr(section, name, value)
+    self.service.allowances = Allowances(self.settings.limits)
     self.lifetime = Lifetime(self.service if ready else None)
     self.metrics = Metrics(self.lifetime)
     log = Log(self.logged, bodies=bodies)

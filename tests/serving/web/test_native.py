@@ -353,6 +353,7 @@ NAMELESS = {
   f'{ROOT}/adapters',
   f'{ROOT}/adapters/import',
   '/v1/capabilities',
+  '/v1/usage',
   '/v1/models',
   '/v1/models/{model}',
   '/v1/lora',
@@ -383,7 +384,7 @@ ELSEWHERE = {
 # Routes that name no adapter, or a new one.
 OTHERS = {
   *(('GET', path) for path in ('/docs', '/openapi.json', '/healthz', '/readyz', '/metrics', '/v1/capabilities')),
-  *(('GET', path) for path in ('/v1/health', '/v1/models', '/v1/lora')),
+  *(('GET', path) for path in ('/v1/health', '/v1/usage', '/v1/models', '/v1/lora')),
   *(('GET', path) for path in ('/', '/console', '/console.css', '/console.js')),
   ('POST', '/v1/lora/init'),
 }
