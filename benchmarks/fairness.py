@@ -106,7 +106,8 @@ def asking(model: str, n: int) -> dict[str, Any]:
 
 
 def wrong(sample: str) -> dict[str, Any]:
-  return {'sample_id': sample, 'feedback': 'Digit 1 is wrong: expected 0, got 3.'}
+  # A small step, so that no guard rejects one of many.
+  return {'sample_id': sample, 'feedback': 'Digit 1 is wrong: expected 0, got 3.', 'update': {'learning_rate': 1e-6}}
 
 
 @contextlib.contextmanager

@@ -106,9 +106,7 @@ class LimitsConfig:
     TOKENS,
   )
   max_requests_per_key: int = setting(
-    64,
-    'Requests of one key handled at once, and bodies of its read at once; never more than serve.http.max_requests.',
-    REQUESTS,
+    64, 'Requests of one key handled at once, besides what serve.http.max_requests allows.', REQUESTS
   )
   max_waiting: int = setting(
     512,

@@ -245,11 +245,11 @@ class Resident:
     self._work.clear()
     self._hear()
     if not self._slots.admit():
-      self._tell()
+      self.tell()
       return False
     drawn = self._slots.advance()
     # The device works while these are decoded to text and handled.
-    self._tell()
+    self.tell()
     self._ended = self._slots.collect(drawn, self._end)
     for done in self._ended:
       self._queue.done(done.samples, done.number)
@@ -277,8 +277,8 @@ class Resident:
     for handle in gone.values():
       handle.tell(CancelledError('The request was cancelled.'))
 
-  def _tell(self) -> None:
-    """Pass the results of the last turn to the handles."""
+  def tell(self) -> None:
+    """Pass the results of the last turn to the handles; otherwise the next one does, while the device works."""
     for done in self._ended:
       handle = self._handles[done.samples]
       handle.reused = max(handle.reused, done.reused)

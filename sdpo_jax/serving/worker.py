@@ -43,6 +43,7 @@ from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_RECENT = 10.0  # Seconds after which a payer without new work is not reckoned with.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
 _LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
@@ -87,6 +88,7 @@ class Worker:
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
     self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
     self._shares = Shares()  # Learning and scoring done for each payer.
+    self._seen: dict[Payer, float] = {}  # When payers last had new work.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
     self._closed = False
@@ -358,10 +360,10 @@ class Worker:
         return
       self._fetch(engine)
       moved |= self._begin(engine)
-      moved |= self._work(engine)
       if self._drawing:
         moved |= self._turn(engine)
-        moved |= self._collect()
+      moved |= self._work(engine)
+      moved |= self._collect()
       more = len(self._kept) + len(self._own) - self._most
       if more > 0:
         self._trim(engine, more)
@@ -391,6 +393,7 @@ class Worker:
       if job.payer not in payers:
         self._shares.enter(job.payer, payers)
         payers.add(job.payer)
+      self._seen[job.payer] = job.began
       self._waiting.append(job)
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
@@ -484,16 +487,23 @@ class Worker:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
     first = next((job for job in jobs if isinstance(job, (LearnJob, ScoreJob))), None)
+    if first is not None:
+      engine.tell()  # Completions need not wait for the batch.
     if isinstance(first, LearnJob):
       self._learn(engine, jobs)
     elif isinstance(first, ScoreJob):
       self._score(engine, jobs)
     return moved or first is not None
 
+  def _most_rows(self, engine: Engine) -> int:
+    """Return the most rows of a batch: of one micro-batch while several payers have work, who wait for its end."""
+    since = self._clock() - _RECENT
+    self._seen = {payer: at for payer, at in self._seen.items() if at > since}
+    return engine.settings.training_rows * (1 if len(self._seen) > 1 else _BATCHES)
+
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     settings = engine.settings
-    rows = _BATCHES * settings.training_rows
-    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
+    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
     wanted = [job for job in batch if self._claimed(job)]
     if not wanted:
       return
@@ -512,7 +522,7 @@ class Worker:
       job.future.set_result(learned)
 
   def _score(self, engine: Engine, jobs: Sequence[Job]) -> None:
-    batch = score_batch(jobs, rows=_BATCHES * engine.settings.training_rows)
+    batch = score_batch(jobs, rows=self._most_rows(engine))
     wanted = [(job, count) for job, count in batch if self._claimed(job)]
     if not wanted:
       return

@@ -108,6 +108,9 @@ class Stand:
         self.places[drawing.version] -= drawing.version != BASE
     return bool(self.drawings)
 
+  def tell(self):
+    pass
+
   def end(self, error):
     for drawing in self.drawings:
       drawing.end(error)
