@@ -39,13 +39,10 @@ class HttpConfig:
   )
   max_requests: int = setting(
     128,
-    'Limit of requests handled at once, and of bodies read at once; more are refused with status 429. With keys, each '
-    'may only have as many as are then free: one alone has half, two a third each.',
+    'Limit of requests handled at once; more are refused with status 429. A key leaves as many as it has.',
     REQUESTS,
   )
-  max_bodies_mb: float = setting(
-    512.0, 'Limit of the bodies of all requests in memory, shared by keys as max_requests is.', MIB
-  )
+  max_bodies_mb: float = setting(512.0, 'Size of all bodies of requests in memory; keys share it likewise.', MIB)
   idle_shutdown_s: float | None = setting(
     None, 'Time without a request after which the service ends. None: never.', SECONDS
   )
@@ -54,9 +51,7 @@ class HttpConfig:
     'Time that running requests have to finish when the service is told to stop.',
     Range(at_least=0, unit='seconds'),
   )
-  operator: str | None = setting(
-    None, 'Owner whose keys see the usage of all keys in /metrics. None: each key sees its own.'
-  )
+  operator: str | None = setting(None, 'Owner whose keys see the usage of all keys in /metrics, not only their own.')
   log_bodies: bool = setting(
     False, 'Log the bodies of requests and responses, which hold prompts, completions and feedback.'
   )
@@ -96,25 +91,20 @@ class LimitsConfig:
     10_000_000, 'Tokens per minute that may be sampled, scored and learned with one key. None: any number.', TOKENS
   )
   tokens_per_day: int | None = setting(1_000_000_000, 'The same per day, in UTC. None: any number.', TOKENS)
-  feedbacks_per_minute: int | None = setting(
-    6_000, 'Feedbacks per minute, entries of batches included, with one key. None: any number.', _FEEDBACKS
-  )
+  feedbacks_per_minute: int | None = setting(6_000, 'Feedbacks per minute with one key. None: any number.', _FEEDBACKS)
   feedbacks_per_day: int | None = setting(1_000_000, 'The same per day, in UTC. None: any number.', _FEEDBACKS)
   burst_tokens: int | None = setting(
     None,
     'Tokens that one key may use at once after a pause. None: tokens_per_minute.',
     TOKENS,
   )
-  max_requests_per_key: int = setting(
-    64, 'Requests of one key handled at once, besides what serve.http.max_requests allows.', REQUESTS
-  )
+  max_requests_per_key: int = setting(64, 'Requests of one key that are handled at once.', REQUESTS)
   max_waiting: int = setting(
     512,
-    'Samplings, scorings and feedbacks that may wait for the engine; more are refused with status 429. Keys share this '
-    'as serve.http.max_requests.',
+    'Jobs that may wait for the engine; more are refused with status 429. A key leaves as many as it has.',
     REQUESTS,
   )
-  max_commits: int = setting(4, 'Versions that are written at once; keys take turns.', Range(above=0, unit='versions'))
+  max_commits: int = setting(4, 'Versions that are written at once; keys take turns.', VERSIONS)
   max_adapters_per_owner: int = setting(1000, 'Adapters that one owner may have.', Range(above=0, unit='adapters'))
   max_items: int = setting(64, 'Completions that one feedback may be about.', Range(above=0, unit='completions'))
   max_steps: int = setting(16, 'Optimizer steps that one feedback may take.', Range(above=0, unit='steps'))
