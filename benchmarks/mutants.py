@@ -314,7 +314,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/serving/account.py',
     'tests/serving/test_feedback.py',
-    ('what failed is paid for', 'self.call.spend(kind, -tokens)', 'self.call.spend(kind, 0)'),
+    ('what failed is paid for', 'self.call.spend(kind, -amount)', 'self.call.spend(kind, 0)'),
   ),
   *_in(
     'sdpo_jax/serving/store/store.py',

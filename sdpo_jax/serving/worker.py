@@ -362,6 +362,8 @@ class Worker:
       moved |= self._begin(engine)
       if self._drawing:
         moved |= self._turn(engine)
+        self._hear(engine)  # What came meanwhile need not wait for another turn.
+        moved |= self._end_what_is_over(engine)
       moved |= self._work(engine)
       moved |= self._collect()
       more = len(self._kept) + len(self._own) - self._most
