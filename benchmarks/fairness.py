@@ -7,12 +7,14 @@ as many feedbacks, one at a time: alone; while the other tenant has `--flood` re
 and `--drips` requests whose bodies arrive a byte every 4 s; and while that one has as many feedbacks under way, on 16
 adapters, and the same drips. Those of the flood that are refused come again after `Retry-After`. One JSON line each:
 milliseconds, the quiet tenant's refusals, the ratio of its 95th percentile to that alone, and what the flood got done.
+`cpu_ms` is what the server has computed until the answer: what others do on the machine matters less to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Callable
 import contextlib
 import json
 import multiprocessing
@@ -44,14 +46,14 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     file = pathlib.Path(folder, 'keys.jsonl')
     loud, quiet = (keys.add(file, owner, 'key')[0] for owner in ('loud', 'quiet'))
-    with server(None, f'--config.serve.http.keys={file}') as (url, _):
-      for line in measured(url, loud, quiet, args):
+    with server(None, f'--config.serve.http.keys={file}') as (url, process):
+      for line in measured(url, process, loud, quiet, args):
         print(json.dumps(line), flush=True)
 
 
-def measured(url: str, loud: str, quiet: str, args: argparse.Namespace):
+def measured(url: str, process: int, loud: str, quiet: str, args: argparse.Namespace):
   """Yield what was measured of each kind of flood, the first without any."""
-  tenant = Tenant(url, quiet)
+  tenant = Tenant(url, quiet, process)
   for _ in range(5):
     tenant.feedback(tenant.completion())
   idle = quiet_tenant(tenant, args.requests)
@@ -59,30 +61,27 @@ def measured(url: str, loud: str, quiet: str, args: argparse.Namespace):
   for kind in ('completions', 'feedbacks'):
     with flooding(url, loud, kind, args) as done:
       found, served = quiet_tenant(tenant, args.requests), done.value
-    ratios = {name: round(found[name]['p95'] / idle[name]['p95'], 2) for name in ('completion_ms', 'feedback_ms')}
+    ratios = {name: round(found[name]['p95'] / idle[name]['p95'], 2) for name in found if name.endswith('_ms')}
     yield {'flood': kind} | found | {'p95_to_idle': ratios, 'flood_done': served}
 
 
 def quiet_tenant(tenant: Tenant, count: int) -> dict[str, Any]:
   """Return the latencies of completions and of feedbacks, one request at a time."""
   tenant.refused = 0
-  seconds = {'completion_ms': [], 'feedback_ms': []}
-  for _ in range(count):
-    began = time.perf_counter()
-    sample = tenant.completion()
-    seconds['completion_ms'].append(time.perf_counter() - began)
-  for _ in range(count):
-    sample = tenant.completion()
-    began = time.perf_counter()
-    tenant.feedback(sample)
-    seconds['feedback_ms'].append(time.perf_counter() - began)
-  return {name: percentiles(each) for name, each in seconds.items()} | {'refused': tenant.refused}
+  drawn = [tenant.timed(tenant.completion) for _ in range(count)]
+  learned = [tenant.timed(tenant.feedback, tenant.completion()) for _ in range(count)]
+  found = {}
+  for name, times in (('completion', drawn), ('feedback', learned)):
+    for unit, each in zip(('ms', 'cpu_ms'), zip(*times, strict=True), strict=True):
+      found[f'{name}_{unit}'] = percentiles(each)
+  return found | {'refused': tenant.refused}
 
 
 class Tenant:
   """A tenant with one adapter, who counts refusals."""
 
-  def __init__(self, url: str, key: str):
+  def __init__(self, url: str, key: str, process: int):
+    self._process = process
     self._http = httpx2.Client(base_url=url, timeout=300.0, headers={'X-API-Key': key})
     self.refused = 0
     self._adapter = self._send(f'{ROOT}/adapters', {'name': 'mine'})['id']
@@ -93,12 +92,25 @@ class Tenant:
   def feedback(self, sample: str) -> None:
     self._send(f'{ROOT}/adapters/{self._adapter}/feedback', wrong(sample))
 
+  def timed(self, ask: Callable[..., Any], *given: Any) -> tuple[float, float]:
+    """Return the seconds until the answer, and the seconds that the server has computed meanwhile."""
+    began, computed = time.perf_counter(), computed_by(self._process)
+    ask(*given)
+    return time.perf_counter() - began, computed_by(self._process) - computed
+
   def _send(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
     while (answer := self._http.post(path, json=body)).status_code == 429:
       self.refused += 1
       time.sleep(float(answer.headers['retry-after']))
     answer.raise_for_status()
     return answer.json()
+
+
+def computed_by(process: int) -> float:
+  """Return the CPU-seconds of a process so far, to the microsecond."""
+  return (
+    sum(int(file.read_text().split()[0]) for file in pathlib.Path(f'/proc/{process}/task').glob('*/schedstat')) / 1e9
+  )
 
 
 def asking(model: str, n: int) -> dict[str, Any]:
