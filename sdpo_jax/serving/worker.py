@@ -489,19 +489,23 @@ class Worker:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
     first = next((job for job in jobs if isinstance(job, (LearnJob, ScoreJob))), None)
-    if first is not None:
-      engine.tell()  # Completions need not wait for the batch.
+    if first is not None or self._several():
+      engine.tell()  # Completions need not wait for the batch, nor those of one payer for the next turn of all.
     if isinstance(first, LearnJob):
       self._learn(engine, jobs)
     elif isinstance(first, ScoreJob):
       self._score(engine, jobs)
     return moved or first is not None
 
-  def _most_rows(self, engine: Engine) -> int:
-    """Return the most rows of a batch: of one micro-batch while several payers have work, who wait for its end."""
+  def _several(self) -> bool:
+    """Return whether several payers have had work of late."""
     since = self._clock() - _RECENT
     self._seen = {payer: at for payer, at in self._seen.items() if at > since}
-    return engine.settings.training_rows * (1 if len(self._seen) > 1 else _BATCHES)
+    return len(self._seen) > 1
+
+  def _most_rows(self, engine: Engine) -> int:
+    """Return the most rows of a batch: those of one micro-batch while several payers wait for its end."""
+    return engine.settings.training_rows * (1 if self._several() else _BATCHES)
 
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     settings = engine.settings

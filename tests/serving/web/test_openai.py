@@ -22,8 +22,8 @@ from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface
 from sdpo_jax.models import tokenizer as tokenizers
-from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
