@@ -104,7 +104,7 @@ class LimitsConfig:
     'Jobs that may wait for the engine; more are refused with status 429. A key leaves as many as it has.',
     REQUESTS,
   )
-  max_commits: int = setting(4, 'Versions that are written at once; keys take turns.', VERSIONS)
+  max_commits: int = setting(8, 'Versions that are written at once; keys take turns.', VERSIONS)
   max_adapters_per_owner: int = setting(1000, 'Adapters that one owner may have.', Range(above=0, unit='adapters'))
   max_items: int = setting(64, 'Completions that one feedback may be about.', Range(above=0, unit='completions'))
   max_steps: int = setting(16, 'Optimizer steps that one feedback may take.', Range(above=0, unit='steps'))

@@ -59,9 +59,9 @@ class Capacity:
 class FairSemaphore:
   """A number of permits for which requests wait; payers get them in turns. Any thread may call."""
 
-  def __init__(self, permits: int):
-    """Make a semaphore with all permits free."""
-    self._free, self._lock, self._shares = permits, threading.Lock(), Shares()
+  def __init__(self, permits: int, *, shared: bool = False):
+    """Make a semaphore with all permits free; `shared` as for `Capacity`."""
+    self._permits, self._lock, self._shares = Capacity(permits, shared=shared), threading.Lock(), Shares()
     self._waiting: dict[Payer, collections.deque[threading.Event]] = {}
 
   @contextlib.contextmanager
@@ -84,24 +84,24 @@ class FairSemaphore:
       self._hand_out()
     try:
       if not turn.wait(call.left):
-        raise Deadline('Writing other versions took all the time of this request: retry, or allow it more time.')
+        raise Deadline('Other feedbacks took all the time of this request: retry, or allow it more time.')
       call.check()
       yield
     finally:
       with self._lock:
         if turn.is_set():
-          self._free += 1
+          self._permits.let_go(payer.id)
         else:
           self._drop(payer, turn)
         self._hand_out()
 
   def _hand_out(self) -> None:
-    while self._free and self._waiting:
-      payer = self._shares.first(self._waiting)
+    while able := [payer for payer in self._waiting if self._permits.has_room(payer.id)]:
+      payer = self._shares.first(able)
       turn = self._waiting[payer][0]
       self._drop(payer, turn)
       self._shares.charge(payer, 1)
-      self._free -= 1
+      self._permits.take(payer.id)
       turn.set()
 
   def _drop(self, payer: Payer, turn: threading.Event) -> None:

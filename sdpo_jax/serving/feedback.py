@@ -83,7 +83,8 @@ def learn(
     if idempotency is not None:  # The response quotes samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)
-    return _learn(account, adapter, request, idempotency, stages)
+    with account.service.learning.of(account.call):
+      return _learn(account, adapter, request, idempotency, stages)
 
 
 @dataclasses.dataclass

@@ -121,7 +121,10 @@ class ServiceState:
     self.chat = chat_format(config)
     self.positions, self.endpoint, self.clock = positions, endpoint, clock
     self.turns, self.events = Turns(), EventLog(clock)
-    self.commits = FairSemaphore(self.settings.limits.max_commits)  # Held while a version is written.
+    shared = self.settings.http.keys is not None
+    # Held while a version is written, and while a feedback is under way.
+    self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)
+    self.learning = FairSemaphore(4 * self.settings.slots, shared=shared)
     self.allowances = Allowances(self.settings.limits, store.database)
     self.vocab_size = served.policy.vocab_size
     topk = min(self.sizes.topk, self.vocab_size)

@@ -79,7 +79,7 @@ def queue_of(semaphore):
 def test_who_leaves_or_is_late_takes_no_permit():
   semaphore = FairSemaphore(1)
   with semaphore.of(Call()):
-    with pytest.raises(Deadline, match='Writing other versions'), semaphore.of(Call(deadline=0.0)):
+    with pytest.raises(Deadline, match='Other feedbacks'), semaphore.of(Call(deadline=0.0)):
       pass
     assert not queue_of(semaphore)
   gone = Call()
