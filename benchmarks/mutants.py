@@ -306,8 +306,8 @@ MUTANTS = (
     'tests/serving/test_worker.py',
     (
       'one more may wait than is allowed',
-      'self._unfinished >= self._max_waiting',
-      'self._unfinished > self._max_waiting',
+      'not self._places.take(job.payer.id)',
+      'self._places.taken > self._places.limit',
     ),
   ),
   *_in(
@@ -318,7 +318,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/serving/account.py',
     'tests/serving/test_feedback.py',
-    ('what failed is paid for', 'self.call.spend(kind, -tokens)', 'self.call.spend(kind, 0)'),
+    ('what failed is paid for', 'self.call.spend(kind, -amount)', 'self.call.spend(kind, 0)'),
   ),
   *_in(
     'sdpo_jax/serving/store/store.py',
@@ -340,8 +340,8 @@ MUTANTS = (
     ),
   ),
   *_in(
-    'sdpo_jax/serving/web/admission.py',
-    'tests/serving/web/test_limits.py',
+    'sdpo_jax/serving/allowances.py',
+    'tests/serving/test_allowances.py',
     ('a large request is never let in', 'self._level < min(tokens, self._burst):', 'self._level < tokens:'),
   ),
   *_in(

@@ -20,6 +20,7 @@ from sdpo_jax.errors import UserError
 FILE = flags.DEFINE_string('keys', None, 'File of the keys, created if needed.', required=True)
 OWNER = flags.DEFINE_string('owner', None, 'Make a new key, which reaches the adapters of this owner.')
 NAME = flags.DEFINE_string('name', 'key', 'Label of a new key.')
+WEIGHT = flags.DEFINE_float('weight', 1.0, 'Share of the engine of a new key, relative to that of other keys.')
 REVOKE = flags.DEFINE_string('revoke', None, 'Id of a key to refuse from now on.')
 
 
@@ -31,7 +32,7 @@ def main() -> None:
   if OWNER.value is not None and REVOKE.value is not None:
     raise UserError('--owner makes a key and --revoke takes one away: give only one of them.')
   if OWNER.value is not None:
-    secret, key = keys.add(path, OWNER.value, NAME.value)
+    secret, key = keys.add(path, OWNER.value, NAME.value, WEIGHT.value)
     print(f'The key {key.id} of {key.owner}, shown only now:', file=sys.stderr)
     print(secret)
   elif REVOKE.value is not None:
@@ -43,7 +44,7 @@ def main() -> None:
       print(f'{path} has no keys: --owner=NAME makes one.', file=sys.stderr)
     for key in known:
       made = datetime.datetime.fromtimestamp(key.created, datetime.UTC).strftime('%Y-%m-%d')
-      print(f'{key.id}  {made}  {key.owner}  {key.name}')
+      print(f'{key.id}  {made}  {key.weight:g}  {key.owner}  {key.name}')
 
 
 if __name__ == '__main__':

@@ -9,6 +9,8 @@ from sdpo_jax.config.fields import setting
 from sdpo_jax.config.ranges import BYTES, MIB, NOT_NEGATIVE, POSITIVE, REQUESTS, SECONDS, TOKENS, VERSIONS, Range
 from sdpo_jax.objective_settings import ALPHA
 
+_FEEDBACKS = Range(above=0, unit='feedbacks')
+
 
 @dataclasses.dataclass
 class HttpConfig:
@@ -35,7 +37,12 @@ class HttpConfig:
   read_timeout_s: float = setting(
     30.0, 'Time limit for the headers of a request, and then for each further part of its body, to arrive.', SECONDS
   )
-  max_requests: int = setting(64, 'Limit of requests handled at once; more are refused with status 429.', REQUESTS)
+  max_requests: int = setting(
+    128,
+    'Limit of requests handled at once; more are refused with status 429. A key leaves as many as it has.',
+    REQUESTS,
+  )
+  max_bodies_mb: float = setting(512.0, 'Size of all bodies of requests in memory; keys share it likewise.', MIB)
   idle_shutdown_s: float | None = setting(
     None, 'Time without a request after which the service ends. None: never.', SECONDS
   )
@@ -44,6 +51,7 @@ class HttpConfig:
     'Time that running requests have to finish when the service is told to stop.',
     Range(at_least=0, unit='seconds'),
   )
+  operator: str | None = setting(None, 'Owner whose keys see the usage of all keys in /metrics, not only their own.')
   log_bodies: bool = setting(
     False, 'Log the bodies of requests and responses, which hold prompts, completions and feedback.'
   )
@@ -91,14 +99,23 @@ class LimitsConfig:
   """Limits of what one key, request or session may use."""
 
   tokens_per_minute: int | None = setting(
-    None, 'Tokens per minute that may be sampled, scored and learned with one key. None: any number.', TOKENS
+    10_000_000, 'Tokens per minute that may be sampled, scored and learned with one key. None: any number.', TOKENS
   )
+  tokens_per_day: int | None = setting(1_000_000_000, 'The same per day, in UTC. None: any number.', TOKENS)
+  feedbacks_per_minute: int | None = setting(6_000, 'Feedbacks per minute with one key. None: any number.', _FEEDBACKS)
+  feedbacks_per_day: int | None = setting(1_000_000, 'The same per day, in UTC. None: any number.', _FEEDBACKS)
   burst_tokens: int | None = setting(
     None,
     'Tokens that one key may use at once after a pause. None: tokens_per_minute.',
     TOKENS,
   )
-  max_waiting: int = setting(256, 'Requests that may wait for the engine; more are refused with status 429.', REQUESTS)
+  max_requests_per_key: int = setting(64, 'Requests of one key that are handled at once.', REQUESTS)
+  max_waiting: int = setting(
+    512,
+    'Jobs that may wait for the engine; more are refused with status 429. A key leaves as many as it has.',
+    REQUESTS,
+  )
+  max_commits: int = setting(8, 'Versions that are written at once; keys take turns.', VERSIONS)
   max_adapters_per_owner: int = setting(1000, 'Adapters that one owner may have.', Range(above=0, unit='adapters'))
   max_items: int = setting(64, 'Completions that one feedback may be about.', Range(above=0, unit='completions'))
   max_steps: int = setting(16, 'Optimizer steps that one feedback may take.', Range(above=0, unit='steps'))

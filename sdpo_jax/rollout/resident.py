@@ -16,6 +16,7 @@ import numpy as np
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import NO_MEMBER
+from sdpo_jax.rollout.fair_queue import SERVICE, FairQueue, Payer
 from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
@@ -56,8 +57,8 @@ class Handle:
   `Draft` after every turn.
   """
 
-  def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool):
-    self.weights = weights
+  def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool, payer: Payer):
+    self.weights, self.payer = weights, payer
     self.samples, self.stops, self.wants_drafts = samples, stops, drafts
     self.left = len(samples)  # Samples that are not done.
     self.done = False  # Whether all samples are done, the request was cancelled, or the sampler has ended.
@@ -105,7 +106,8 @@ def check_options(options: SamplingOptions) -> None:
 class Resident:
   """Slots shared by any number of requests, each with its own options, stop conditions and weights.
 
-  A request gets the samples that a `Sampler` draws for it alone with the same seed, step and weights.
+  A request gets the samples that a `Sampler` draws for it alone with the same seed, step and weights. Free slots go to
+  payers in turns, see `FairQueue`.
   """
 
   def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8, kept_prefixes: int = 0):
@@ -125,7 +127,8 @@ class Resident:
     if stop_ids < sampler.stop_ids:
       raise ValueError(f'{sampler.stop_ids} tokens end every sample, more than stop_ids={stop_ids}.')
     self._base = base
-    self._slots = sampler.open_slots(sampler.prepare(base, trainable), stop_ids, kept_prefixes)
+    self._slots = sampler.open_slots(sampler.prepare(base, trainable), FairQueue, stop_ids, kept_prefixes)
+    self._queue: FairQueue = self._slots.queue
     self.stats = self._slots.stats  # Counts over all requests.
     self._lock = threading.Lock()
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
@@ -142,6 +145,7 @@ class Resident:
     *,
     weights: Weights = Weights(),
     owner: Hashable = None,
+    payer: Payer = SERVICE,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     drafts: bool = False,
@@ -154,6 +158,7 @@ class Resident:
       weights: weights to sample with.
       owner: owner of the prompt, who only reuses keys and values kept for the same owner. None: none are reused, and
         none are kept.
+      payer: on whose account the samples are drawn; payers take turns.
       stop: strings that end a sample. The token that completes one is the last.
       stop_token_ids: tokens that end a sample, in addition to those of the sampler.
       drafts: whether the handle also yields drafts.
@@ -181,7 +186,7 @@ class Resident:
       member=weights.member,
       weights=None if owner is None else whose,
     )
-    handle = Handle(samples, weights, StopStrings(self._sampler.tokenizer, stop), drafts)
+    handle = Handle(samples, weights, StopStrings(self._sampler.tokenizer, stop), drafts, payer)
     with self._lock:
       if self._failure is not None:
         raise self._failure
@@ -240,12 +245,14 @@ class Resident:
     self._work.clear()
     self._hear()
     if not self._slots.admit():
-      self._tell()
+      self.tell()
       return False
     drawn = self._slots.advance()
     # The device works while these are decoded to text and handled.
-    self._tell()
+    self.tell()
     self._ended = self._slots.collect(drawn, self._end)
+    for done in self._ended:
+      self._queue.done(done.samples, done.number)
     self._drafts = [
       (self._handles[samples], Draft(number, tokens))
       for samples, number, tokens in self._slots.running()
@@ -257,7 +264,8 @@ class Resident:
     """Add requests submitted, and remove those cancelled, since the last turn."""
     with self._lock:
       while self._new:
-        self._slots.add(self._new.popleft().samples)
+        handle = self._new.popleft()
+        self._queue.add(handle.samples, handle.payer)
       gone = {handle.samples: handle for handle in self._cancelled if handle.samples in self._handles}
       self._cancelled.clear()
       for samples in gone:
@@ -269,8 +277,8 @@ class Resident:
     for handle in gone.values():
       handle.tell(CancelledError('The request was cancelled.'))
 
-  def _tell(self) -> None:
-    """Pass the results of the last turn to the handles."""
+  def tell(self) -> None:
+    """Pass the results of the last turn to the handles; otherwise the next one does, while the device works."""
     for done in self._ended:
       handle = self._handles[done.samples]
       handle.reused = max(handle.reused, done.reused)
@@ -284,4 +292,5 @@ class Resident:
     self._ended, self._drafts = [], []
 
   def _end(self, samples: Samples, tokens: np.ndarray, checked: int, done: bool) -> int | None:
+    self._queue.drawn(samples, len(tokens) - checked)
     return self._handles[samples].stops.end(tokens, checked, done)

@@ -15,7 +15,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
-from sdpo_jax.rollout.queue import KNOBS, Samples
+from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
 from sdpo_jax.rollout.sizes import SamplerSizes, shard_rows, sizes
 from sdpo_jax.rollout.slots import RECORDS, Finished, Slots
@@ -284,9 +284,9 @@ class Sampler:
       self._functions,
       self.prepare(base, trainable),
       self._sizes(request),
-      stop_ids=len(self._stop_ids),
       # Prompts of the same bucket are adjacent, so that they are prefilled together.
-      waiting=sorted(request.samples, key=lambda samples: samples.width),
+      Queue(self._functions.shards, sorted(request.samples, key=lambda samples: samples.width)),
+      stop_ids=len(self._stop_ids),
     )
     self.stats = slots.stats
     ended, running = [], []
@@ -308,11 +308,12 @@ class Sampler:
     """Share the prepared frozen parameters of another sampler of the same policy, so that there is one copy."""
     self._base = other._base
 
-  def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int, kept_prefixes: int = 0) -> Slots:
+  def open_slots(self, parameters: tuple[Tree, Tree], queue_of: Any, stop_ids: int, kept_prefixes: int = 0) -> Slots:
     """Return empty slots that serve any number of requests, with any of the sampler's buckets.
 
     Args:
       parameters: base and trainable tree, from `prepare`.
+      queue_of: makes a queue for a number of shards.
       stop_ids: maximum number of tokens that end a sample.
       kept_prefixes: minimum number of rows that keep keys and values of finished samples, split evenly over shards.
     """
@@ -330,6 +331,7 @@ class Sampler:
       self._functions,
       parameters,
       kept,
+      queue_of(shards),
       stop_ids=stop_ids,
       closed=False,
       kept=math.ceil(kept_prefixes / shards),

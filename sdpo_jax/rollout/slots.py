@@ -6,7 +6,7 @@ have the same number of slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 import dataclasses
 import math
 
@@ -68,9 +68,9 @@ class Slots:
     functions: SamplerFunctions,
     parameters: tuple[Tree, Tree],
     sizes: SamplerSizes,
+    queue: Queue,
     *,
     stop_ids: int,
-    waiting: Iterable[Samples] = (),
     closed: bool = True,
     kept: int = 0,
   ):
@@ -81,14 +81,14 @@ class Slots:
       parameters: base and trainable tree, prepared. Between two turns they may be replaced by assignment, with trees
         that hold the same weights for all samples under way.
       sizes: sizes of the arrays.
+      queue: the samples that wait, in the order in which they get slots; more may be added between two turns.
       stop_ids: M, maximum number of tokens that end a sample.
-      waiting: samples, in the order in which they get slots.
       closed: no other samples will come; False: the decode loop is interrupted for free slots even if no sample waits.
       kept: rows of each shard that keep the keys and values of finished samples, for prompts that begin with them.
     """
     self.stats, self.parameters = SamplingStats(), parameters
     self._functions, self._sizes, self._closed = functions, sizes, closed
-    self._queue = Queue(functions.shards, waiting)
+    self.queue = queue
     self._size: Size | None = None  # Size of the cache.
     rows, room = functions.shards * sizes.rows, sizes.room
     self._cache: KVCache | None = None
@@ -108,13 +108,9 @@ class Slots:
     self._tokens = np.zeros((rows, room), np.int32)
     self._records = {name: np.zeros((rows, room), np.float32) for name in RECORDS}
 
-  def add(self, samples: Samples) -> None:
-    """Append samples to the queue."""
-    self._queue.add(samples)
-
   def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Remove the samples for which `gone` returns True, also from slots; call it between `collect` and `admit`."""
-    self._queue.remove(gone)
+    self.queue.remove(gone)
     leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
     self._leave(leaving)
 
@@ -134,7 +130,7 @@ class Slots:
     free = np.flatnonzero(~self._live).tolist()
     while free:
       slot = free.pop(self._next_slot(free))
-      taken = self._queue.take(slot // per_shard)
+      taken = self.queue.take(slot // per_shard)
       if taken is None:
         break
       self._take(slot, *taken)
@@ -142,12 +138,12 @@ class Slots:
     if not self._live.any():
       return False
     self._prefill({(slot // per_shard, samples.prefix): samples for slot, samples in admitted})
-    self._fit(ending=self._closed and not admitted and not self._queue.left)
+    self._fit(ending=self._closed and not admitted and not self.queue.left)
     self._copy([(slot // per_shard, slot % per_shard, samples.prefix) for slot, samples in admitted])
     for slot, samples in admitted:
       self._reused[slot] = self._prefixes[slot // per_shard, samples.prefix].reused
     self._count_bytes()
-    self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
+    self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self.queue.holds(*key)}
     return True
 
   def advance(self) -> decode.Drawn:
@@ -165,7 +161,7 @@ class Slots:
     state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._live)
     if self._functions.pooled:
       state = state.replace(members=self._member[like])
-    if self._queue.left or not self._closed:
+    if self.queue.left or not self._closed:
       enough = math.ceil(len(like) / REFILLS)
     else:
       enough = self._sizes.enough(len(live), self._functions.shards)
@@ -233,8 +229,8 @@ class Slots:
     if self._kept is None or self._functions.shards == 1:
       return 0
     shards = [slot // self._per_shard for slot in free]
-    begun = [at for at, shard in enumerate(shards) if self._queue.begun(shard)]
-    samples = self._queue.head
+    begun = [at for at, shard in enumerate(shards) if self.queue.begun(shard)]
+    samples = self.queue.head
     if begun or samples is None:  # Samples that wait in a shard come first.
       return begun[0] if begun else 0
     return shards.index(self._kept.shard_of(samples, shards))

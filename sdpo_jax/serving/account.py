@@ -24,6 +24,7 @@ from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, records, request_prompts, score_pieces
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, NotFound, VersionConflict
+from sdpo_jax.serving.jobs import tokens_scored
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version, VersionTarget
 from sdpo_jax.serving.sample_requests import DraftText, SampleOptions, Sampling, finished_text
 from sdpo_jax.serving.service_state import AdapterEvent, ServiceState
@@ -120,9 +121,10 @@ class Account:
     with self.service.turns.of(('owner', self.owner), self.call):
       if len(store.adapters(self.owner)) >= limit:
         raise Forbidden(f'You have {limit} adapters, the limit (serve.limits.max_adapters_per_owner): delete one.')
-      made, version = store.create(
-        self.owner, name, checked, arrays, seed=seed, reason=reason, details=details, request=request
-      )
+      with self.service.commits.of(self.call):
+        made, version = store.create(
+          self.owner, name, checked, arrays, seed=seed, reason=reason, details=details, request=request
+        )
     self.service.remember(made.id, self.owner)
     self.service.events.add(made.id, 'committed', {'version': version.number, 'reason': reason})
     return made, version
@@ -222,9 +224,10 @@ class Account:
         to = earlier[0].number
       source = self.service.store.version(self.owner, id, to)
       arrays = self.service.store.arrays(source)
-      version = self.service.store.commit(
-        self.owner, id, adapter.head, arrays, reason='undo', details={'to': to}, parent=to, request=request
-      )
+      with self.service.commits.of(self.call):
+        version = self.service.store.commit(
+          self.owner, id, adapter.head, arrays, reason='undo', details={'to': to}, parent=to, request=request
+        )
     self.service.events.add(id, 'committed', {'version': version.number, 'reason': 'undo'})
     return version
 
@@ -285,18 +288,18 @@ class Account:
     raise records.unknown(model)
 
   @contextlib.contextmanager
-  def spending(self, kind: str, tokens: int) -> Iterator[None]:
-    """Take tokens from the allowance of the key; give them back if the block raises.
+  def spending(self, kind: str, amount: int) -> Iterator[None]:
+    """Take from the allowance of the key; give it back if the block raises.
 
     Args:
-      kind: 'sampled', 'scored' or 'learned'.
-      tokens: the number of tokens.
+      kind: 'sampled', 'scored', 'learned' or 'feedbacks'.
+      amount: the number of tokens or feedbacks.
     """
-    self.call.spend(kind, tokens)
+    self.call.spend(kind, amount)
     try:
       yield
     except BaseException:
-      self.call.spend(kind, -tokens)
+      self.call.spend(kind, -amount)
       raise
 
   def sample(
@@ -332,7 +335,7 @@ class Account:
       job = service.worker.sample(
         target.engine_name,
         prompt_tokens,
-        deadline=self.call.deadline,
+        **self.call.work,
         owner=self.owner,
         drafts=drafts,
         n=n,
@@ -400,8 +403,8 @@ class Account:
     parts = [score_pieces.split(row, own, self.service.sizes) for row, own in zip(rows, each_ids, strict=True)]
     pieces = [row for part in parts for row, _ in part]
     wanted = None if ids is None else [own for part in parts for _, own in part]
-    with self.spending('scored', sum(len(prompt) + len(tokens) for prompt, tokens in pieces)):
-      future = self.service.worker.score(target.engine_name, pieces, topk=topk, ids=wanted, deadline=self.call.deadline)
+    with self.spending('scored', tokens_scored(pieces)):
+      future = self.service.worker.score(target.engine_name, pieces, topk=topk, ids=wanted, **self.call.work)
     found = iter(self.wait(future))
     return [
       score_pieces.joined([next(found) for _ in part], len(tokens)) if len(part) > 1 else next(found)

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from sdpo_jax.rollout.fair_queue import SERVICE, Payer
 from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
 
 
@@ -19,9 +20,10 @@ class Call:
   """A request in progress, which another thread can end; usable as the `Stop` of its computations."""
 
   deadline: float | None = None  # A time on `clock`; None: there is no deadline.
-  # Called with 'sampled', 'scored' or 'learned' and a number of tokens before these are computed; raises Busy if they
-  # exceed the allowance. A negative number gives tokens back that were not needed.
-  spend: Callable[[str, int], None] = lambda kind, tokens: None
+  # Called with 'sampled', 'scored' or 'learned' and a number of tokens before these are computed, or with 'feedbacks'
+  # and 1; raises Busy if they exceed the allowance. A negative number gives back what was not needed.
+  spend: Callable[[str, int], None] = lambda kind, amount: None
+  payer: Payer = SERVICE  # On whose account its work is done.
   clock: Callable[[], float] = time.monotonic  # Returns seconds.
   _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
   _ended: ServiceError | None = dataclasses.field(default=None, init=False)
@@ -40,6 +42,11 @@ class Call:
   def asked(self) -> bool:
     """Return whether the request has ended or its deadline has passed; see `Stop`."""
     return self._ended is not None or (self.deadline is not None and self.clock() >= self.deadline)
+
+  @property
+  def work(self) -> dict[str, Any]:
+    """The deadline and the payer, as arguments of the worker's methods that queue work."""
+    return {'deadline': self.deadline, 'payer': self.payer}
 
   @property
   def left(self) -> float | None:

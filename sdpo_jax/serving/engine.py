@@ -455,11 +455,19 @@ class Engine:
   def turn(self) -> bool:
     """Decode one chunk of tokens in all rows; return whether any request is in progress."""
     busy = self._resident.turn()
+    self._let_go()
+    return busy
+
+  def tell(self) -> None:
+    """Pass the results of the last turn to their requests; otherwise the next turn does."""
+    self._resident.tell()
+    self._let_go()
+
+  def _let_go(self) -> None:
     for handle, version in self._sampling:
       if handle.done:
         self._snapshot_places.let_go(version)
     self._sampling = [(handle, version) for handle, version in self._sampling if not handle.done]
-    return busy
 
   def end(self, error: BaseException) -> None:
     """End sampling for good; every request in progress raises this error."""

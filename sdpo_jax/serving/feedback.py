@@ -21,10 +21,12 @@ from sdpo_jax.learning.losses import Loss, Sdpo
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
+from sdpo_jax.serving.jobs import tokens_learned
 from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, optimizer_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store import optimizer_states
@@ -82,7 +84,8 @@ def learn(
     if idempotency is not None:  # The response quotes samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)
-    return _learn(account, adapter, request, idempotency, stages)
+    with account.service.learning.of(account.call):
+      return _learn(account, adapter, request, idempotency, stages)
 
 
 @dataclasses.dataclass
@@ -121,16 +124,11 @@ def _learn(
   canary_prompts = _canary_prompts(service, adapter, request, limits)
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
   learning = [each.lesson for each in prepared]
-  # For each lesson, one pass of the teacher, one of the student per step, and one after the last step.
-  tokens = sum(
-    len(each.teacher_prompt or ()) + update.steps * len(each.prompt) + (1 + update.steps) * len(each.completion)
-    for each in learning
-  )
   before = engine_name(adapter.id, adapter.head)
   new = engine_name(adapter.id, adapter.head + 1)
   if not commits:  # A name that no version of the adapter ever has.
     new = f'{before}-trial-{secrets.token_hex(8)}'
-  with account.spending('learned', tokens):
+  with account.spending('feedbacks', 1), account.spending('learned', tokens_learned(learning, update.steps)):
     stages.reach('queued', version=adapter.head, items=len(prepared))
     call.check()
     asked = teacher.name
@@ -138,7 +136,7 @@ def _learn(
       learning, asked = service.ask_endpoint(learning, call), 'given'
     wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
     # Once learning has begun, wait for its end, to know whether there is a version to forget.
-    learned: Learned = call.result(worker.learn(wanted, deadline=call.deadline))
+    learned: Learned = call.result(worker.learn(wanted, **call.work))
   committed: Version | None = None
   try:
     for stage in ('scored', 'stepped'):  # The engine does both in one call.
@@ -150,11 +148,11 @@ def _learn(
     canaries = None
     ability_loss = None
     if finite and arrays and service.abilities and limits.max_ability_loss is not None:
-      ability_loss = service.canaries.ability_loss(new, service.abilities, call.deadline)
+      ability_loss = service.canaries.ability_loss(new, service.abilities, call)
     if finite and arrays and canary_prompts:
       similarity = limits.max_self_similarity is not None
-      canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
-    score = functools.partial(_both, worker, before, new, call.deadline)
+      canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, call=call)
+    score = functools.partial(_both, worker, before, new, call)
     moved = [lessons.AnswersMoved()] * len(prepared)
     if finite and arrays:
       moved = lessons.answers_moved(request.items, learned.said, score)
@@ -181,15 +179,16 @@ def _learn(
     ]
     call.check()
     if accepted and commits and arrays:
-      committed = store.commit(
-        adapter.owner,
-        adapter.id,
-        adapter.head,
-        arrays,
-        reason='feedback',
-        details=details,
-        request=idempotency,
-      )
+      with service.commits.of(call):
+        committed = store.commit(
+          adapter.owner,
+          adapter.id,
+          adapter.head,
+          arrays,
+          reason='feedback',
+          details=details,
+          request=idempotency,
+        )
   finally:
     if committed is None:
       with contextlib.suppress(NotReady):  # The engine is gone, and the version with it.
@@ -221,9 +220,9 @@ def _lost_moments(store: Store, adapter: AdapterRecord, moments_of: int | None) 
   return [f'The moments of version {adapter.head} are not stored, so learning began with {instead}.']
 
 
-def _both(worker: Worker, before: str, after: str, deadline: float | None, rows: lessons.Rows) -> list[list[Scored]]:
+def _both(worker: Worker, before: str, after: str, call: Call, rows: lessons.Rows) -> list[list[Scored]]:
   """Score rows by two versions at once."""
-  scoring = [worker.score(name, rows, topk=0, deadline=deadline) for name in (before, after)]
+  scoring = [worker.score(name, rows, topk=0, **call.work) for name in (before, after)]
   return [each.result() for each in scoring]
 
 

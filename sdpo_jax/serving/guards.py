@@ -16,6 +16,7 @@ import numpy as np
 from sdpo_jax.config import GuardsConfig
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import BASE
 
@@ -208,12 +209,12 @@ class CanaryMeter:
     self._lock = threading.Lock()
     self._known: collections.OrderedDict[tuple[int, ...], Canary] = collections.OrderedDict()
 
-  def of_base(self, prompts: Sequence[Sequence[int]], deadline: float | None = None) -> list[Canary]:
+  def of_base(self, prompts: Sequence[Sequence[int]], call: Call) -> list[Canary]:
     """Return the canaries of prompts, in order; after a restart they are the same.
 
     Args:
       prompts: token ids.
-      deadline: a time on the monotonic clock; None: no limit.
+      call: the request that asks.
     """
     keys = [tuple(prompt) for prompt in prompts]
     with self._lock:
@@ -222,9 +223,9 @@ class CanaryMeter:
         self._known.move_to_end(key)
     missing = [key for key in dict.fromkeys(keys) if key not in known]
     if missing:
-      completions = self._draw(BASE, missing, deadline)
+      completions = self._draw(BASE, missing, call)
       rows = list(zip(missing, completions, strict=True))
-      said = self._worker.score(BASE, rows, topk=self._topk, deadline=deadline).result()
+      said = self._worker.score(BASE, rows, topk=self._topk, **call.work).result()
       for (key, completion), each in zip(rows, said, strict=True):
         known[key] = Canary(key, tuple(completion), each.entropy, each.top_ids, each.top_log_probs)
       with self._lock:
@@ -233,21 +234,19 @@ class CanaryMeter:
           self._known.popitem(last=False)
     return [known[key] for key in keys]
 
-  def measure(
-    self, version: str, prompts: Sequence[Sequence[int]], *, similarity: bool = True, deadline: float | None = None
-  ) -> Canaries:
+  def measure(self, version: str, prompts: Sequence[Sequence[int]], *, call: Call, similarity: bool = True) -> Canaries:
     """Measure a version on one or more canary prompts.
 
     Args:
       version: the name of the version in the engine.
       prompts: token ids.
+      call: the request that asks.
       similarity: whether to sample completions from the version, to measure their similarity.
-      deadline: a time on the monotonic clock; None: no limit.
     """
-    canaries = self.of_base(prompts, deadline)
+    canaries = self.of_base(prompts, call)
     rows = [(canary.prompt, canary.completion) for canary in canaries]
-    scoring = self._worker.score(version, rows, topk=1, ids=[c.top_ids for c in canaries], deadline=deadline)
-    drawn = self._draw(version, prompts, deadline) if similarity and len(canaries) > 1 else None
+    scoring = self._worker.score(version, rows, topk=1, ids=[c.top_ids for c in canaries], **call.work)
+    drawn = self._draw(version, prompts, call) if similarity and len(canaries) > 1 else None
     said = scoring.result()
     divergence = [
       kl_over_support(np.where(canary.top_ids < 0, -np.inf, canary.top_log_probs), each.of_ids)
@@ -266,25 +265,23 @@ class CanaryMeter:
       completions=drawn,
     )
 
-  def ability_loss(
-    self, version: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], deadline: float | None = None
-  ) -> float:
+  def ability_loss(self, version: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], call: Call) -> float:
     """Return by how much the mean log-prob of given answers is below that of the base, in nats per token.
 
     Args:
       version: the name of the version in the engine.
       rows: one or more prompts, each with its answer, as token ids.
-      deadline: a time on the monotonic clock; None: no limit.
+      call: the request.
     """
-    scoring = [self._worker.score(name, rows, topk=0, deadline=deadline) for name in (BASE, version)]
+    scoring = [self._worker.score(name, rows, topk=0, **call.work) for name in (BASE, version)]
     base, own = (np.concatenate([row.log_probs for row in each.result()]).astype(np.float64) for each in scoring)
     return float((base - own).mean())
 
-  def _draw(self, version: str, prompts: Sequence[Sequence[int]], deadline: float | None) -> list[list[int]]:
+  def _draw(self, version: str, prompts: Sequence[Sequence[int]], call: Call) -> list[list[int]]:
     """Sample one completion of each prompt."""
     handles = [
       self._worker.sample(
-        version, prompt, n=1, seed=_seed(prompt), step=0, max_tokens=self._tokens, temperature=1.0, deadline=deadline
+        version, prompt, n=1, seed=_seed(prompt), step=0, max_tokens=self._tokens, temperature=1.0, **call.work
       )
       for prompt in prompts
     ]

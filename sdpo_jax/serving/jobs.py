@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
+import heapq
 from typing import Any
 
 import numpy as np
 
+from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.rollout.fair_queue import SERVICE, Payer, Shares
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
@@ -23,6 +27,7 @@ class Job:
 
   needs: frozenset[str] = frozenset()  # The versions that the engine must have to run it.
   deadline: float | None = None  # A time on the worker's clock; None: no limit.
+  payer: Payer = SERVICE  # On whose account it is done.
   _: dataclasses.KW_ONLY
   began: float = 0.0  # When it was queued, on the same clock.
   ended: str | None = None  # The counter that counts it, once it has ended with an error.
@@ -31,6 +36,11 @@ class Job:
   def cancelled(self) -> bool:
     """Whether the job was cancelled by those who waited for it."""
     raise NotImplementedError
+
+  @property
+  def work(self) -> int:
+    """The tokens that go through the model in the next batch with the whole job."""
+    return 0
 
   def fail(self, error: ServiceError) -> None:
     """End the job with an error, which is raised where its result is awaited."""
@@ -49,6 +59,10 @@ class SampleJob(Job):
   passed: int = 0  # How many later jobs have overtaken it while no place was free for its version.
   _begun: concurrent.futures.Future[Drawing] = dataclasses.field(default_factory=concurrent.futures.Future)
   _why: ServiceError | None = None  # The error that ended it.
+
+  @property
+  def work(self) -> int:
+    return len(self.prompt) + self.options.get('n', 1) * self.options.get('max_tokens', 1)
 
   def __iter__(self) -> Iterator[Draft | Completion]:
     """Yield drafts and completions until all samples are done.
@@ -110,12 +124,20 @@ class ScoreJob(_FutureJob):
     """The number of rows that are not scored yet."""
     return len(self.rows) - len(self.found)
 
+  @property
+  def work(self) -> int:
+    return tokens_scored(self.rows[len(self.found) :])
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LearnJob(_FutureJob):
   """A request to learn from the feedback on one version."""
 
   feedback: Feedback
+
+  @property
+  def work(self) -> int:
+    return tokens_learned(self.feedback.lessons, self.feedback.update.steps)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -148,6 +170,39 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
       if all(version in present for version in job.needs):
         found.append(job)
       wanted |= job.needs
+  return found
+
+
+def tokens_scored(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
+  """Return the number of tokens of rows to score."""
+  return sum(len(prompt) + len(tokens) for prompt, tokens in rows)
+
+
+def tokens_learned(lessons: Sequence[Lesson], steps: int) -> int:
+  """Return the tokens of the passes over lessons: the teacher's, the student's per step, and one after the last."""
+  return sum(
+    len(each.teacher_prompt or ()) + steps * len(each.prompt) + (1 + steps) * len(each.completion) for each in lessons
+  )
+
+
+def fair_order(jobs: Sequence[Job], shares: Shares) -> list[Job]:
+  """Return jobs in the order in which their payers take turns; those of one payer stay in order."""
+  queues: dict[Payer, collections.deque[Job]] = {}
+  for job in jobs:
+    queues.setdefault(job.payer, collections.deque()).append(job)
+  if len(queues) < 2:
+    return list(jobs)
+  found: list[Job] = []
+  turns = [(shares.of(payer), number, payer) for number, payer in enumerate(queues)]
+  heapq.heapify(turns)
+  while turns:
+    done, number, payer = turns[0]
+    job = queues[payer].popleft()
+    found.append(job)
+    if queues[payer]:
+      heapq.heapreplace(turns, (done + job.work / payer.weight, number, payer))
+    else:
+      heapq.heappop(turns)
   return found
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import pathlib
 import threading
+import time
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, identity, model_files, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
 from sdpo_jax.serving.engine_settings import as_run, engine_settings
+from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.service_state import ServiceState, short_name
 from sdpo_jax.serving.sidecar import Sidecar
@@ -29,6 +31,7 @@ from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh
 
 _logger = logging.getLogger('sdpo_jax.serving')
 TEND_SECONDS = 600.0  # Seconds between two passes of retention.
+_SAVE_SECONDS = 1.0  # Seconds between two savings of usage.
 _DATABASE = 'service.sqlite'  # The default name of the database in a local root.
 
 
@@ -83,6 +86,7 @@ class Service(ServiceState):
         _engine_maker(config, tokenizer, mesh, sizes, database.with_name(f'{database.name}.versions')),
         lambda name: made[0].load(name),
         max_waiting=config.serve.limits.max_waiting,
+        shared=config.serve.http.keys is not None,
         announce=announce,
       )
       served = Served(described, base.fingerprint['weights'])
@@ -93,34 +97,48 @@ class Service(ServiceState):
   # Life cycle.
 
   def start(self) -> None:
-    """Start the thread of the engine, which loads the model and compiles, and the thread that applies retention."""
+    """Start the thread of the engine, which loads the model and compiles, and one that saves usage and deletes."""
     self.worker.start()
     self._stopped = threading.Event()
-    self._tending = threading.Thread(target=self.tend, args=(self._stopped,), name='retention', daemon=True)
+    self._tending = threading.Thread(target=self.tend, args=(self._stopped,), name='tending', daemon=True)
     self._tending.start()
 
   def stop(self, drain: float = 0.0) -> None:
     """Refuse new requests, give those in progress `drain` seconds to finish, and close the store."""
-    if self._tending is not None:
-      self._stopped.set()
     try:
       self.worker.stop(drain)
     finally:
       if self._tending is not None:
+        self._stopped.set()
         self._tending.join()
       if self.endpoint is not None:
         self.endpoint.close()
       self.store.close()
 
   def tend(self, stopped: threading.Event) -> None:
-    """Apply the retention settings every `TEND_SECONDS` until `stopped` is set."""
+    """Save the usage of keys every second and at the end, and apply the retention settings every `TEND_SECONDS`.
+
+    It ends when `stopped` is set.
+    """
+    next_pass, saved = time.monotonic(), True
     while True:
+      ends = stopped.is_set()
       try:
-        self.store.retain(self.clock())
-      except Exception:  # No request depends on it, and the next pass tries again.
-        _logger.exception('The retention settings could not be applied; this is tried again.')
-      if stopped.wait(TEND_SECONDS):
+        self.allowances.save()
+        saved = True
+      except StorageFailed:  # The next call adds what this one could not.
+        if saved:
+          _logger.exception('The usage of keys could not be saved; this is tried again every second.')
+        saved = False
+      if ends:
         return
+      if time.monotonic() >= next_pass:
+        next_pass = time.monotonic() + TEND_SECONDS
+        try:
+          self.store.retain(self.clock())
+        except Exception:  # No request depends on it, and the next pass tries again.
+          _logger.exception('The retention settings could not be applied; this is tried again.')
+      stopped.wait(_SAVE_SECONDS)
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Sidecar | None:

@@ -23,7 +23,9 @@ from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.models import parameters
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.call import Call, Turns
+from sdpo_jax.serving.capacity import FairSemaphore
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
@@ -122,6 +124,11 @@ class ServiceState:
     self.chat = chat_format(config)
     self.positions, self.endpoint, self.clock = positions, endpoint, clock
     self.turns, self.events = Turns(), EventLog(clock)
+    shared = self.settings.http.keys is not None
+    # Held while a version is written, and while a feedback is under way.
+    self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)
+    self.learning = FairSemaphore(4 * self.settings.slots, shared=shared)
+    self.allowances = Allowances(self.settings.limits, store.database)
     self.vocab_size = served.policy.vocab_size
     topk = min(self.sizes.topk, self.vocab_size)
     self.texts = TokenTexts(tokenizer)

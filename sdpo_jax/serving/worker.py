@@ -21,15 +21,29 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.rollout.fair_queue import SERVICE, Payer, Shares
+from sdpo_jax.serving.capacity import Capacity
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotReady, ServiceError, refusal
-from sdpo_jax.serving.jobs import ForgetJob, Job, LearnJob, SampleJob, ScoreJob, learn_batch, runnable, score_batch
+from sdpo_jax.serving.jobs import (
+  ForgetJob,
+  Job,
+  LearnJob,
+  SampleJob,
+  ScoreJob,
+  fair_order,
+  learn_batch,
+  runnable,
+  score_batch,
+  tokens_scored,
+)
 from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_RECENT = 10.0  # Seconds after which a payer without new work is not reckoned with.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _LEAST_VERSIONS = 2  # That fit into memory in any case, with their optimizer states.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
@@ -50,6 +64,7 @@ class Worker:
     load: Callable[[str], Arrays],
     *,
     max_waiting: int = 256,
+    shared: bool = False,
     announce: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
@@ -60,18 +75,21 @@ class Worker:
       load: returns the arrays of a version or an optimizer state, by its name, that the engine does not have; called in
         reader threads. Its errors are raised in the requests that need the version.
       max_waiting: the most requests that may wait or be in progress; further ones are refused.
+      shared: whether payers must leave room for others among these, see `Capacity`.
       announce: receives lines about the programs of the engine.
       clock: returns seconds; deadlines are times on it.
     """
     self.ready = threading.Event()  # Set while all programs are compiled and requests are accepted.
     self.failure: BaseException | None = None  # The error because of which there is no engine.
     self._make_engine, self._load, self._announce = make_engine, load, announce
-    self._max_waiting, self._clock = max_waiting, clock
+    self._clock = clock
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
-    self._unfinished = 0  # Requests that wait or are in progress.
+    self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
+    self._shares = Shares()  # Learning and scoring done for each payer.
+    self._seen: dict[Payer, float] = {}  # When payers last had new work.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
     self._closed = False
@@ -137,6 +155,7 @@ class Worker:
     prompt: Sequence[int],
     *,
     deadline: float | None = None,
+    payer: Payer = SERVICE,
     **options: Any,
   ) -> SampleJob:
     """Queue a prompt to be sampled from a version.
@@ -145,6 +164,7 @@ class Worker:
       version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
       deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
+      payer: on whose account; payers take turns.
       **options: options of `Engine.submit`: the owner, stop strings and tokens, whether the job yields drafts, too, and
         `SamplingOptions`; the default of `step` is 0.
 
@@ -153,7 +173,8 @@ class Worker:
       NotReady: there is no engine now.
     """
     given = {'step': 0, **options}
-    job = SampleJob(frozenset({version} - {BASE}), deadline, version=version, prompt=list(prompt), options=given)
+    needs = frozenset({version} - {BASE})
+    job = SampleJob(needs, deadline, payer, version=version, prompt=list(prompt), options=given)
     self._queue(job)
     return job
 
@@ -173,6 +194,7 @@ class Worker:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
     deadline: float | None = None,
+    payer: Payer = SERVICE,
   ) -> Future[list[Scored]]:
     """Queue rows to be scored, see `Engine.score`.
 
@@ -189,11 +211,11 @@ class Worker:
       lengths = [len(tokens) for _, tokens in rows]
       if len(shapes) != 1 or False in shapes or [len(own) for own in ids] != lengths:
         raise InvalidRequest('ids must have the same number of ids for every token of every row.', field='ids')
-    job = ScoreJob(frozenset({version} - {BASE}), deadline, version=version, rows=rows, topk=topk, ids=ids)
+    job = ScoreJob(frozenset({version} - {BASE}), deadline, payer, version=version, rows=rows, topk=topk, ids=ids)
     self._queue(job)
     return job.future
 
-  def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
+  def learn(self, feedback: Feedback, *, deadline: float | None = None, payer: Payer = SERVICE) -> Future[Learned]:
     """Queue a feedback to learn from; once the future is done, the engine has the new version.
 
     If a gradient was not finite, there is no new version. Otherwise only the engine has it: call `stored` after it was
@@ -206,7 +228,7 @@ class Worker:
     needs = {feedback.version, optimizer_name(feedback.version)}
     if feedback.teacher.startswith(TEACHING_VERSION):
       needs.add(feedback.teacher.removeprefix(TEACHING_VERSION))
-    job = LearnJob(frozenset(needs - {BASE}), deadline, feedback=feedback)
+    job = LearnJob(frozenset(needs - {BASE}), deadline, payer, feedback=feedback)
     self._queue(job)
     return job.future
 
@@ -260,7 +282,7 @@ class Worker:
     engine = self._engine
     with self._lock:
       found: dict[str, float] = dict(self._counts)
-      found['unfinished'] = self._unfinished
+      found['unfinished'] = self._places.taken
     found['sampling'] = len(self._drawing)
     found['loading'] = len(self._loading)
     found['versions'] = len(self._kept) + len(self._own)
@@ -275,14 +297,13 @@ class Worker:
     with self._lock:
       if self._refusal is not None:
         raise NotReady(self._refusal)
-      if self._unfinished >= self._max_waiting:
+      if not self._places.take(job.payer.id):
         self._counts['refused'] += 1
-        seconds = min(_MOST, max(_LEAST, self._pace * self._unfinished / 4))
+        seconds = min(_MOST, max(_LEAST, self._pace * self._places.taken / 4))
         raise Busy(
-          f'The queue is full with {self._unfinished} requests: retry in {seconds:.1f} s.', retry_after=seconds
+          f'The queue is full with {self._places.taken} requests: retry in {seconds:.1f} s.', retry_after=seconds
         )
       job.began = self._clock()
-      self._unfinished += 1
       self._inbox.append(job)
     self._wake.set()
 
@@ -337,10 +358,12 @@ class Worker:
         return
       self._fetch(engine)
       moved |= self._begin(engine)
-      moved |= self._work(engine)
       if self._drawing:
         moved |= self._turn(engine)
-        moved |= self._collect()
+        self._hear(engine)  # What came meanwhile need not wait for another turn.
+        moved |= self._end_what_is_over(engine)
+      moved |= self._work(engine)
+      moved |= self._collect()
       self._trim(engine)
       if not moved:  # Wait for new work or for the next deadline.
         times = [job.deadline for job in self._waiting if job.deadline is not None]
@@ -362,8 +385,14 @@ class Worker:
       if version in self._own:
         self._own.remove(version)
         self._kept[version] = None
+    payers = {job.payer for job in self._waiting} if self._inbox else set()
     while self._inbox:
-      self._waiting.append(self._inbox.popleft())
+      job = self._inbox.popleft()
+      if job.payer not in payers:
+        self._shares.enter(job.payer, payers)
+        payers.add(job.payer)
+      self._seen[job.payer] = job.began
+      self._waiting.append(job)
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
       del self._loading[version]
       try:
@@ -403,9 +432,9 @@ class Worker:
     return True
 
   def _fetch(self, engine: Engine) -> None:
-    """Start loading the versions that waiting requests need, in order, but no more than memory has room for."""
+    """Start loading the versions that waiting requests need, in turns, but no more than memory has room for."""
     pinned: set[str] = set()
-    for job in self._waiting:
+    for job in fair_order(self._waiting, self._shares):
       if not job.needs or (pinned and sum(map(engine.bytes_of, pinned | job.needs)) > self._room):
         continue
       pinned |= job.needs
@@ -418,12 +447,17 @@ class Worker:
 
   def _begin(self, engine: Engine) -> bool:
     """Start sampling for every waiting request that can start; return whether any did."""
-    moved, passed = False, []
-    for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
+    moved, passed, ahead = False, [], collections.Counter()
+    for job in self._drawing:
+      ahead[job.payer] += job.drawing.left
+    for job in fair_order(runnable(self._waiting, engine), self._shares):
+      # Samples that would wait long for rows must not hold places for versions meanwhile, which others may need.
+      if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * engine.settings.rows:
+        continue
       if any(earlier.passed >= engine.settings.rows for earlier in passed):
         break  # That one was overtaken often enough, and gets the next free place.
       try:
-        drawing = engine.submit(job.version, job.prompt, **job.options)
+        drawing = engine.submit(job.version, job.prompt, payer=job.payer, **job.options)
       except NoPlaceError:
         if not self._drawing:
           self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
@@ -437,6 +471,7 @@ class Worker:
       self._touch(job)
       job.begin(drawing)
       self._drawing.append(job)
+      ahead[job.payer] += drawing.left
       for earlier in passed:
         earlier.passed += 1
       moved = True
@@ -444,22 +479,33 @@ class Worker:
 
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
-    jobs = runnable(self._waiting, engine)
+    jobs = fair_order(runnable(self._waiting, engine), self._shares)
     moved = False
     for job in jobs:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
     first = next((job for job in jobs if isinstance(job, (LearnJob, ScoreJob))), None)
+    if first is not None or self._several():
+      engine.tell()  # Completions need not wait for the batch, nor those of one payer for the next turn of all.
     if isinstance(first, LearnJob):
       self._learn(engine, jobs)
     elif isinstance(first, ScoreJob):
       self._score(engine, jobs)
     return moved or first is not None
 
+  def _several(self) -> bool:
+    """Return whether several payers have had work of late."""
+    since = self._clock() - _RECENT
+    self._seen = {payer: at for payer, at in self._seen.items() if at > since}
+    return len(self._seen) > 1
+
+  def _most_rows(self, engine: Engine) -> int:
+    """Return the most rows of a batch: those of one micro-batch while several payers wait for its end."""
+    return engine.settings.training_rows * (1 if self._several() else _BATCHES)
+
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     settings = engine.settings
-    rows = _BATCHES * settings.training_rows
-    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
+    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
     wanted = [job for job in batch if self._claimed(job)]
     if not wanted:
       return
@@ -469,6 +515,7 @@ class Worker:
       self._alone_or_refused(engine, wanted, error)
       return
     for job, learned in zip(wanted, found, strict=True):
+      self._shares.charge(job.payer, job.work)
       if learned.stepped:
         self._own |= {job.feedback.new, optimizer_name(job.feedback.new)}
       self._touch(job)
@@ -477,7 +524,7 @@ class Worker:
       job.future.set_result(learned)
 
   def _score(self, engine: Engine, jobs: Sequence[Job]) -> None:
-    batch = score_batch(jobs, rows=_BATCHES * engine.settings.training_rows)
+    batch = score_batch(jobs, rows=self._most_rows(engine))
     wanted = [(job, count) for job, count in batch if self._claimed(job)]
     if not wanted:
       return
@@ -494,6 +541,7 @@ class Worker:
       return
     for job, count in wanted:
       own, found = found[:count], found[count:]
+      self._shares.charge(job.payer, tokens_scored(job.rows[len(job.found) : len(job.found) + count]))
       job.found += [scored.with_top(job.topk) for scored in own]
       self._touch(job)
       if not job.left:
@@ -601,7 +649,7 @@ class Worker:
     now = self._clock()
     with self._lock:
       self._counts[count] += 1
-      self._unfinished -= 1
+      self._places.let_go(job.payer.id)
       self._pace += 0.1 * (now - max(self._last_end, job.began) - self._pace)
       self._last_end = now
 

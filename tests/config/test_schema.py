@@ -68,7 +68,6 @@ class Validation(parameterized.TestCase):
     ('serve.http.allowed_origins', ('example.org',), 'write them as browsers do'),
     ('serve.store.root', 'gs://bucket/root', 'database, which must be local, is None'),
     ('serve.store.database', 's3://bucket/db', 'must be a local file'),
-    ('serve.limits.burst_tokens', 10, 'burst_tokens=10 has no effect with serve.limits.tokens_per_minute=None'),
     ('serve.learning.topk', 101, 'more than serve.topk=100'),
     ('serve.learning.steps', 17, 'more than serve.limits.max_steps=16'),
     ('serve.learning.teacher', 'endpoint', 'needs actor.self_distillation.teacher_endpoint.url'),

@@ -13,6 +13,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.models.adapters import lora_pool
 from sdpo_jax.models.adapters.lora_pool import LoraPool
+from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.rollout.sampler import Sampler
@@ -119,6 +120,24 @@ def test_requests_that_come_while_others_are_decoded_get_what_they_get_alone(res
   for handle, request in zip(handles, asked, strict=True):
     assert_same(handle.result(), expected(*request))
   assert resident.stats.dispatches < sum(options['max_tokens'] for _, _, options, _ in asked) / 3
+
+
+def test_a_flood_of_one_payer_does_not_hold_up_another_nor_change_what_either_gets(resident, expected):
+  """The second gets one of the next slots, while 60 samples of the first wait before it."""
+  options = dict(seed=5, step=0, max_tokens=12, temperature=1.0)
+  flood = resident.submit([4, 5, 6], payer=Payer('loud'), n=60, **options)
+  for _ in range(3):
+    resident.turn()
+  quiet = resident.submit([7, 8], payer=Payer('quiet'), n=1, **options)
+  turns, none = 0, {'stop_token_ids': [], 'stop': []}
+  while not quiet.done:
+    resident.turn()
+    turns += 1
+  assert turns <= 2 * 12 / 3 + 2 and flood.left > 30  # One sample of each, of 12 tokens in chunks of 3.
+  while resident.turn():
+    pass
+  assert_same(quiet.result(), expected([7, 8], -1, dict(n=1, **options), none))
+  assert_same(flood.result()[:3], expected([4, 5, 6], -1, dict(n=3, **options), none))
 
 
 def test_prompts_are_read_once_for_the_same_weights_alone(resident):

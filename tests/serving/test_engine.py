@@ -97,6 +97,19 @@ def test_samples_of_versions_are_those_of_an_engine_with_that_version_alone(mode
       np.testing.assert_allclose(one.model_log_probs, other.model_log_probs, atol=1e-5)
 
 
+def test_results_that_are_told_between_turns_free_their_places(model, tmp_path):
+  engine = start(model, tmp_path / 'shelf')
+  handle = engine.submit('0@0', [3, 4, 5], n=2, seed=7, step=0, max_tokens=8)
+  turns = 0
+  while not handle.done:
+    assert engine.turn() and turns < 20
+    engine.tell()
+    turns += 1
+  assert len(handle.result()) == 2
+  engine.forget('0@0')  # Not in use, although no turn came after.
+  assert '0@0' not in engine
+
+
 def test_scores_are_what_was_said_when_it_was_drawn(model, tmp_path):
   engine = start(model, tmp_path / 'shelf')
   for version in ('1@0', BASE):

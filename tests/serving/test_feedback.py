@@ -341,8 +341,8 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
   other, _ = ada.create('other')
   known, versions = [arrays(ada, each) for each in (adapter, other)], service.worker.stats['versions']
   request = ask(ada, Item(sample_id=drawn.id, feedback=SAID))
-  spent = []
-  call = Call(spend=lambda kind, tokens: spent.append(tokens))
+  spent = {'learned': [], 'feedbacks': []}
+  call = Call(spend=lambda kind, amount: spent[kind].append(amount))
   account = Account(service, ada.owner, call)
 
   def progress(stage, **_):
@@ -359,7 +359,9 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
   assert [arrays(ada, each) for each in (adapter, other)] == known
   assert service.worker.stats['versions'] == versions
   # What was learned and thrown away is paid for.
-  assert spent[0] > 0 and sum(spent) == (0 if broken in (break_learn, 'queued') else spent[0])
+  assert spent['learned'][0] > 0 and spent['feedbacks'][0] == 1
+  for own in spent.values():
+    assert sum(own) == (0 if broken in (break_learn, 'queued') else own[0])
   # The next one is as if nothing had been.
   twin, _ = ada.fork(adapter.id, 1, 'twin')  # While version 1 has its moments.
   done = fed(ada, adapter.id, 1, request)
@@ -424,7 +426,7 @@ def test_guards_measure_what_direct_passes_say(ada):
   adapter, drawn = learned(ada, {'canary_prompts': ['Hello', 'What?']})
   answer = fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
   prompts = [ada.service.prompt_of(messages=[{'role': 'user', 'content': text}]) for text in ('Hello', 'What?')]
-  canaries = ada.service.canaries.of_base(prompts)
+  canaries = ada.service.canaries.of_base(prompts, Call())
   divergence, entropy = [], []
   for canary in canaries:
     new, base = (

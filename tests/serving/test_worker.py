@@ -16,6 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.learning.scoring import Scored
+from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.slots import Slots
@@ -109,12 +110,15 @@ class Stand:
     if self.drawings:
       self._called('turn')
     for drawing in list(self.drawings):
-      drawing.left -= 1
-      if drawing.cancelled or drawing.left == 0:
+      drawing.turns -= 1
+      if drawing.cancelled or drawing.turns == 0:
         drawing.end(CancelledError() if drawing.cancelled else None)
         self.drawings.remove(drawing)
         self.places[drawing.version] -= drawing.version != BASE
     return bool(self.drawings)
+
+  def tell(self):
+    pass
 
   def end(self, error):
     for drawing in self.drawings:
@@ -141,8 +145,8 @@ class Stand:
 
 
 class Drawing:
-  def __init__(self, version, left):
-    self.version, self.left, self.cancelled = version, left, False
+  def __init__(self, version, turns):
+    self.version, self.turns, self.left, self.cancelled = version, turns, 1, False
     self._future = concurrent.futures.Future()
 
   def end(self, error):
@@ -343,6 +347,68 @@ def test_whoever_waits_for_a_place_gets_one(made):
     handle.result()
   order = [each[1] for each in made.log if each[0] == 'submit']
   assert order == ['1@0', '2@0', '1@0', '1@0', '3@0', '1@0', '1@0']
+
+
+ADA, BOB = Payer('ada'), Payer('bob')
+
+
+def test_learning_and_scoring_go_to_payers_in_turns_in_small_batches(made):
+  """Ada's five feedbacks wait when Bob's two come; a batch has as many as a micro-batch has rows."""
+  for version in range(8):
+    put(made.worker, f'own{version}', {})
+  gates = held(made, 'score')
+  first = made.worker.score(BASE, [([1], [2])], payer=ADA)
+  until(lambda: made.log[-1][0] == 'score')
+  learned = [made.worker.learn(lessons(f'own{version}'), payer=ADA) for version in range(5)]
+  learned += [made.worker.learn(lessons(f'own{version}'), payer=BOB) for version in (5, 6)]
+  gates['score'].set()
+  assert len(concurrent.futures.wait([first, *learned], LONG).done) == 8
+  batches = [each[1:] for each in made.log if each[0] == 'learn']
+  assert batches == [('own0+', 'own5+'), ('own1+', 'own6+'), ('own2+', 'own3+'), ('own4+',)]
+
+
+def test_one_payer_is_served_in_order_and_in_large_batches(made):
+  for version in range(3):
+    put(made.worker, f'own{version}', {})
+  gates = held(made, 'score')
+  made.worker.score(BASE, [([1], [2])], payer=ADA)
+  until(lambda: made.log[-1][0] == 'score')
+  scored = [made.worker.score(BASE, [([1], [2])] * 3, payer=ADA) for _ in range(3)]
+  gates['score'].set()
+  assert len(concurrent.futures.wait(scored, LONG).done) == 3
+  assert [each[2] for each in made.log if each[0] == 'score'][1:] == [8, 1]  # Four micro-batches of two.
+
+
+def test_samples_far_ahead_hold_no_places_for_versions(made):
+  """Ada's seven requests of two versions hold both places until enough rows are free; Bob's version gets the next."""
+  for version in '123':
+    made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
+  gates = held(made, 'turn')
+  ada = [made.worker.sample(f'{1 + number % 2}@0', [1], max_tokens=4, payer=ADA) for number in range(7)]
+  until(lambda: made.log[-1] == ('turn',))
+  bob = made.worker.sample('3@0', [1], max_tokens=1, payer=BOB)
+  gates['turn'].set()
+  for handle in (*ada, bob):
+    handle.result()
+  order = [each[1] for each in made.log if each[0] == 'submit']
+  assert len(order) == 8 and order.index('3@0') < 7
+
+
+def test_a_queue_that_is_shared_has_room_for_whoever_has_none_in_it():
+  worker = Worker(lambda: Stand([]), lambda version: {}, max_waiting=8, shared=True, announce=lambda line: None)
+  worker.start()
+  assert worker.wait(LONG)
+  gates = held(types.SimpleNamespace(engine=worker._engine), 'score')  # noqa: SLF001 (The stand.)
+  waiting = [worker.score(BASE, [([1], [2])], payer=ADA) for _ in range(4)]
+  with pytest.raises(Busy, match='full'):
+    worker.score(BASE, [([1], [2])], payer=ADA)
+  waiting += [worker.score(BASE, [([1], [2])], payer=BOB) for _ in range(2)]
+  with pytest.raises(Busy):
+    worker.score(BASE, [([1], [2])], payer=BOB)
+  gates['score'].set()
+  assert len(concurrent.futures.wait(waiting, LONG).done) == 6
+  until(lambda: worker.stats['unfinished'] == 0)
+  worker.stop(0.0)
 
 
 def test_what_is_too_much_is_refused_and_says_when_to_come_again(made):

@@ -65,9 +65,12 @@ CREATE TABLE session_examples (
   state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
   record TEXT NOT NULL, UNIQUE (session, n, kind));
 CREATE INDEX session_examples_of_adapter ON session_examples (adapter, state);
-CREATE TABLE shrunk (adapter TEXT PRIMARY KEY, head INTEGER NOT NULL)
+CREATE TABLE shrunk (adapter TEXT PRIMARY KEY, head INTEGER NOT NULL);
+CREATE TABLE usage (
+  key TEXT NOT NULL, day INTEGER NOT NULL, kind TEXT NOT NULL, amount INTEGER NOT NULL, PRIMARY KEY (key, day, kind))
 """
 SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
+_USAGE_DAYS = 31  # Days for which the use of keys is kept.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,6 +435,26 @@ class Database:
     """Return the feedback records of an adapter, the oldest first."""
     rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
     return [json.loads(record) for (record,) in rows]
+
+  # Usage.
+
+  def usage(self, day: int) -> dict[tuple[str, str], int]:
+    """Return what was used on a day, counted from the epoch, by the id of the key and the kind."""
+    rows = self.read('SELECT key, kind, amount FROM usage WHERE day = ?', (day,))
+    return {(key, kind): amount for key, kind, amount in rows}
+
+  def add_usage(self, amounts: Mapping[tuple[str, int, str], int]) -> dict[tuple[str, int, str], int]:
+    """Add to what was used, by key, day and kind; return the new amounts."""
+    with self.writing() as rows:
+      rows.executemany(
+        'INSERT INTO usage (key, day, kind, amount) VALUES (?, ?, ?, ?) '
+        'ON CONFLICT (key, day, kind) DO UPDATE SET amount = usage.amount + excluded.amount',
+        [(*name, amount) for name, amount in amounts.items()],
+      )
+      newest = max(day for _, day, _ in amounts)
+      rows.execute('DELETE FROM usage WHERE day < ?', (newest - _USAGE_DAYS,))
+      query = 'SELECT amount FROM usage WHERE key = ? AND day = ? AND kind = ?'
+      return {name: rows.execute(query, name).fetchone()[0] for name in amounts}
 
 
 _ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, pinned, tag, deleted'

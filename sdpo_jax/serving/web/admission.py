@@ -1,4 +1,4 @@
-"""Admission of requests: the state of the service, allowed origins, and limits of rate, number, size and time.
+"""Admission of requests: the state of the service, allowed origins, and limits of size and time.
 
 The origin of a request is the host name that it uses for this machine, and the web page that sends it.
 """
@@ -9,16 +9,14 @@ import asyncio
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import math
-import threading
 import time
 from typing import TYPE_CHECKING
 import urllib.parse
 
 from starlette.types import Message, Receive
 
-from sdpo_jax.config import HttpConfig, LimitsConfig
-from sdpo_jax.serving.errors import Busy, Forbidden, InvalidRequest, NotReady, TooLarge
+from sdpo_jax.config import HttpConfig
+from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotReady, TooLarge
 from sdpo_jax.serving.web.error_responses import TooSlow
 
 if TYPE_CHECKING:  # Only for annotations: this module does not depend on the service at run time.
@@ -188,88 +186,6 @@ class Origins:
       return False
 
 
-class TokenBucket:
-  """A token bucket: the tokens of one key are refilled at a steady rate, up to a limit."""
-
-  def __init__(self, per_second: float, burst: float, clock: Callable[[], float] = time.monotonic):
-    self._rate, self._burst, self._clock = per_second, burst, clock
-    self._level, self._at = burst, clock()
-
-  def take(self, tokens: int) -> float:
-    """Take tokens, or return them if negative.
-
-    More tokens than the bucket can hold are taken once it is full; its level then becomes negative.
-
-    Returns:
-      0 if the tokens were taken; otherwise the seconds until they could be.
-    """
-    now = self._clock()
-    self._level = min(self._burst, self._level + self._rate * (now - self._at))
-    self._at = now
-    if tokens > 0 and self._level < min(tokens, self._burst):
-      return max((min(tokens, self._burst) - self._level) / self._rate, 1e-3)
-    self._level = min(self._burst, self._level - tokens)
-    return 0.0
-
-  @property
-  def full(self) -> bool:
-    """Whether the bucket is full, and so need not be stored."""
-    return self._level + self._rate * (self._clock() - self._at) >= self._burst
-
-
-class Allowances:
-  """The token buckets of all keys; any thread may call."""
-
-  def __init__(self, settings: LimitsConfig, clock: Callable[[], float] = time.monotonic):
-    self._settings, self._clock = settings, clock
-    self._lock = threading.Lock()
-    self._buckets: dict[str, TokenBucket] = {}
-
-  def spend(self, key: str, tokens: int) -> None:
-    """Take tokens from the allowance of a key, or return them if negative.
-
-    Raises:
-      Busy: the allowance is used up.
-    """
-    rate = self._settings.tokens_per_minute
-    if rate is None or tokens == 0:
-      return
-    with self._lock:
-      bucket = self._buckets.get(key)
-      if bucket is None:
-        self._buckets = {name: kept for name, kept in self._buckets.items() if not kept.full}
-        bucket = TokenBucket(rate / 60, float(self._settings.burst_tokens or rate), self._clock)
-        self._buckets[key] = bucket
-      wait = bucket.take(tokens)
-    if wait:
-      raise Busy(
-        f'This key is limited to {rate} tokens per minute, and {tokens} more exceed that: retry in '
-        f'{math.ceil(wait)} seconds.',
-        retry_after=wait,
-      )
-
-
-class ConcurrencyLimit:
-  """A counter of concurrent requests; used in the event loop only."""
-
-  def __init__(self, limit: int):
-    self._limit, self.taken = limit, 0
-
-  def take(self) -> None:
-    """Count a request that begins.
-
-    Raises:
-      Busy: the limit is reached.
-    """
-    if self.taken >= self._limit:
-      raise Busy(f'The limit of {self._limit} concurrent requests is reached: retry in a second.', retry_after=1.0)
-    self.taken += 1
-
-  def let_go(self) -> None:
-    """Count a request that has ended."""
-    self.taken -= 1
-
-
 def time_limit(header: str | None, longest: float) -> float:
   """Return the time limit of a request in seconds.
 
@@ -287,7 +203,14 @@ def time_limit(header: str | None, longest: float) -> float:
   return min(longest, int(header[:12]) / 1000)
 
 
-async def read_body(receive: Receive, declared: str | None, limit: int, timeout: float, whole: float) -> bytes | None:
+async def read_body(
+  receive: Receive,
+  declared: str | None,
+  limit: int,
+  timeout: float,
+  whole: float,
+  count: Callable[[int], None] = lambda size: None,
+) -> bytes | None:
   """Return the body of a request, reading no more than the limit; None: the client has disconnected.
 
   Args:
@@ -296,6 +219,7 @@ async def read_body(receive: Receive, declared: str | None, limit: int, timeout:
     limit: the most bytes.
     timeout: seconds within which each part must arrive.
     whole: seconds within which the whole body must arrive, even if a client sends it byte by byte.
+    count: called with the size of each part before it is kept; may raise.
 
   Raises:
     TooLarge: the body is longer than the limit.
@@ -319,6 +243,7 @@ async def read_body(receive: Receive, declared: str | None, limit: int, timeout:
     size += len(part)
     if size > limit:
       raise TooLarge(sentence)
+    count(len(part))
     parts.append(part)
     if not message.get('more_body', False):
       return b''.join(parts)

@@ -44,7 +44,7 @@ def make_app(
   log = log or Log(bodies=settings.http.log_bodies)
   metrics = Metrics(lifetime)
   routes = [
-    *_own_routes(lifetime, metrics, keys is not None),
+    *_own_routes(lifetime, metrics, settings.http.operator, keys is not None),
     *console.routes(),
     *native.ROUTES,
     *session_routes.ROUTES,
@@ -55,7 +55,7 @@ def make_app(
   return behind_gate(routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
 
 
-def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[Route]:
+def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, needs_key: bool) -> list[Route]:
   """Return the routes about the state of the service and its API."""
   cached: dict[str, Any] = {}
 
@@ -80,7 +80,9 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
 
   @operation(summary='Return metrics in the format of Prometheus.', answers=CONTENT_TYPE, observes=True, probe=True)
   async def scrape(request: Request) -> Response:
-    return PlainTextResponse(metrics.text(), media_type=CONTENT_TYPE)
+    sender = request.state.sender
+    every = sender.owner == operator or not needs_key
+    return PlainTextResponse(metrics.text(None if every else sender.id), media_type=CONTENT_TYPE)
 
   @operation(summary='Return all routes and fields as an OpenAPI document.', open=True)
   async def described(request: Request) -> Response:

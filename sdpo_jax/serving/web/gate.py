@@ -1,6 +1,6 @@
 """The gate: middleware that every request passes before and after its handler; no route can bypass it.
 
-It checks key, origin, concurrency, body size and time limit, sends one response per Idempotency-Key, turns errors into
+It checks key, origin, body size, concurrency and time limit, sends one response per Idempotency-Key, turns errors into
 responses and writes the log line. Handlers get `request.state.account`, which only reaches the data of its owner.
 """
 
@@ -27,15 +27,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
+from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.allowances import TOKENS, Allowances
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound, NotReady, ServiceError, Unauthorized
+from sdpo_jax.serving.capacity import Capacity
+from sdpo_jax.serving.errors import Busy, Deadline, InvalidRequest, NotFound, NotReady, ServiceError, Unauthorized
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
 from sdpo_jax.serving.web.admission import (
-  Allowances,
-  ConcurrencyLimit,
   GateRequest,
   Lifetime,
   Origins,
@@ -43,10 +44,11 @@ from sdpo_jax.serving.web.admission import (
   time_limit,
 )
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
-from sdpo_jax.serving.web.keys import KeyFile, presented
+from sdpo_jax.serving.web.keys import ApiKey, KeyFile, presented
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
 LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
+_LOCAL = ApiKey(LOCAL_OWNER, '', LOCAL_OWNER, LOCAL_OWNER, 0.0)
 GRACE = 5.0  # Seconds after its time limit within which a handler may still respond.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
@@ -147,10 +149,12 @@ class Gate:
     self._routes = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
-    self._allowances = Allowances(settings.limits)
     self._counting = threading.Lock()  # Guards the token counts of requests.
-    self._places = ConcurrencyLimit(http.max_requests)
-    self._endless_places = ConcurrencyLimit(max(1, http.max_requests // 4))
+    per_key, shared = settings.limits.max_requests_per_key, keys is not None
+    self._places = Capacity(http.max_requests, per_key=per_key, shared=shared)
+    self._endless_places = Capacity(max(1, http.max_requests // 4), per_key=per_key, shared=shared)
+    self._reading = Capacity(2 * http.max_requests, shared=shared)  # Bodies that arrive.
+    self._bytes = Capacity(int(http.max_bodies_mb * 2**20), shared=shared)  # Of bodies in memory.
     self._endless: set[Call] = set()
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
@@ -211,12 +215,15 @@ class Gate:
     if operation.open:
       await self._app(scope, receive, answer)
       return
-    owner, request.key = (LOCAL_OWNER, LOCAL_OWNER) if self._keys is None else self._sender(self._keys, request)
+    sender = _LOCAL if self._keys is None else self._sender(self._keys, request)
+    owner, request.key = sender.owner, sender.id
     if route is None:
       raise self._no_route(scope)
     if operation.guarded:
       self._origins.check_page(request)
+    state: MutableMapping[str, Any] = scope.setdefault('state', {})
     if operation.observes:
+      state['sender'] = sender
       await self._app(scope, receive, answer)
       return
     self._lifetime.touch()
@@ -229,23 +236,19 @@ class Gate:
     http = self._settings.http
     seconds = None if operation.endless else time_limit(request.header('x-deadline-ms'), http.deadline_s)
     places = self._endless_places if operation.endless else self._places
-    places.take()
+    # What a key has no place for is refused unread. A place is taken once the body is there: slow senders hold none.
+    if not places.has_room(request.key):
+      raise _full(places)
     task: asyncio.Task[None] | None = None
-    try:
-      body = await read_body(
-        receive,
-        request.header('content-length'),
-        int(http.max_body_mb * 2**20),
-        http.read_timeout_s,
-        http.deadline_s,
-      )
-      if body is None:
+    with contextlib.ExitStack() as held:
+      if not await self._read(receive, request, held):
         return
-      request.body = body
+      _take(places, request.key, held)
+      service.allowances.spend(request.key, 'requests', 1)
       deadline = None if seconds is None else time.monotonic() + seconds
-      call = Call(deadline, functools.partial(self._spend, request))
+      spend = functools.partial(self._spend, service.allowances, request)
+      call = Call(deadline, spend, Payer(sender.id, sender.weight))
       account = Account(service, owner, call)
-      state: MutableMapping[str, Any] = scope.setdefault('state', {})
       state |= {
         'account': account,
         'call': call,
@@ -270,11 +273,24 @@ class Gate:
         state['idempotency'] = idempotent
       handled = self._handle(scope, receive, answer, request, account, idempotent, operation.endless)
       task = asyncio.create_task(handled)
-      task.add_done_callback(lambda _: places.let_go())
+      rest = held.pop_all()
+      task.add_done_callback(lambda _: rest.close())
       await self._wait(task, call, seconds)
-    finally:
-      if task is None:
-        places.let_go()
+
+  async def _read(self, receive: Receive, request: GateRequest, held: contextlib.ExitStack) -> bool:
+    """Read the body of a request, whose bytes are counted until `held` closes; return whether the client is there."""
+    http, key = self._settings.http, request.key
+
+    def count(size: int) -> None:
+      _take(self._bytes, key, held, size)
+
+    with contextlib.ExitStack() as reading:
+      _take(self._reading, key, reading)
+      length = request.header('content-length')
+      most = int(http.max_body_mb * 2**20)
+      body = await read_body(receive, length, most, http.read_timeout_s, http.deadline_s, count)
+    request.body = body or b''
+    return body is not None
 
   async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
     """Wait for a handler; when its time limit is over it is told to stop, and `GRACE` seconds later it is abandoned."""
@@ -348,8 +364,8 @@ class Gate:
 
   # Authentication.
 
-  def _sender(self, keys: KeyFile, request: GateRequest) -> tuple[str, str]:
-    """Return the owner and the id of the key that a request was sent with.
+  def _sender(self, keys: KeyFile, request: GateRequest) -> ApiKey:
+    """Return the data of the key that a request was sent with.
 
     Raises:
       Unauthorized: there is no valid key.
@@ -358,7 +374,7 @@ class Gate:
     found = keys.find(key) if key is not None else None
     if found is None:
       raise Unauthorized('An API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
-    return found.owner, found.id
+    return found
 
   # The request.
 
@@ -380,11 +396,27 @@ class Gate:
       )
     return NotFound('There is no such address: /openapi.json lists all addresses.')
 
-  def _spend(self, request: GateRequest, kind: str, tokens: int) -> None:
-    """Take tokens from the allowance of the request's key, and count them by kind."""
-    self._allowances.spend(request.key, tokens)
-    with self._counting:
-      request.tokens[kind] += tokens
+  def _spend(self, allowances: Allowances, request: GateRequest, kind: str, amount: int) -> None:
+    """Take from the allowance of the request's key, and count tokens by kind."""
+    allowances.spend(request.key, kind, amount)
+    if kind in TOKENS:
+      with self._counting:
+        request.tokens[kind] += amount
+
+
+def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1) -> None:
+  """Take places until `held` closes; raises Busy if the key may not."""
+  if not places.take(key, count):
+    raise _full(places)
+  held.callback(places.let_go, key, count)
+
+
+def _full(places: Capacity) -> Busy:
+  return Busy(
+    f'You have as many requests under way or bodies in memory as one key may have now, or all {places.limit} places '
+    'are taken: retry in a second.',
+    retry_after=1.0,
+  )
 
 
 def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes, dict[str, str]]:

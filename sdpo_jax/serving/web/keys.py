@@ -24,7 +24,7 @@ from sdpo_jax.serving.store.blobs import locked
 
 PREFIX = 'sdpo_'
 _LONGEST = 200  # Characters of an owner or a name.
-_FIELDS = {'id': str, 'digest': str, 'owner': str, 'name': str, 'created': (int, float)}
+_FIELDS = {'id': str, 'digest': str, 'owner': str, 'name': str, 'created': (int, float), 'weight': (int, float)}
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
@@ -37,6 +37,7 @@ class ApiKey:
   owner: str  # The owner as whom requests with the key act.
   name: str  # A label.
   created: float  # Seconds since the epoch.
+  weight: float = 1.0  # Share of the engine relative to that of other keys.
 
 
 def digest_of(key: str) -> str:
@@ -70,16 +71,21 @@ def _way_to_add(path: pathlib.Path) -> str:
 def _parsed(line: str, where: str) -> ApiKey:
   try:
     value = json.loads(line)
-  except (ValueError, RecursionError):
+    value = {'weight': 1.0} | value  # Files of earlier versions of sdpo_jax have no weights.
+  except (ValueError, TypeError, RecursionError):
     value = None
   right = isinstance(value, dict) and value.keys() == _FIELDS.keys()
   if not right or not all(isinstance(value[name], kind) for name, kind in _FIELDS.items()):
     raise UserError(
       f'{where} is not a key, a JSON object with {", ".join(_FIELDS)}: remove the line or restore the file.'
     )
-  if len(value['digest']) != 64 or not value['owner']:
-    raise UserError(f'{where} has an invalid digest or owner: remove the line or restore the file.')
+  if len(value['digest']) != 64 or not value['owner'] or not _is_weight(value['weight']):
+    raise UserError(f'{where} has an invalid digest, owner or weight: remove the line or restore the file.')
   return ApiKey(**value)
+
+
+def _is_weight(weight: float) -> bool:
+  return 0.01 <= weight <= 100
 
 
 def _written(keys: Sequence[ApiKey]) -> str:
@@ -97,22 +103,26 @@ def _changing(path: pathlib.Path, way_out: str) -> Iterator[None]:
     raise UserError(f'The key file {path} cannot be written ({first_line(error)}): {way_out}.') from error
 
 
-def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, ApiKey]:
+def add(path: pathlib.Path, owner: str, name: str, weight: float = 1.0) -> tuple[str, ApiKey]:
   """Make a key and return it with its stored data, from which it cannot be recovered.
 
   Args:
     path: the key file, made if it is missing.
     owner: the owner as whom requests with the key act.
     name: a label.
+    weight: its share of the engine relative to that of other keys, from 0.01 to 100.
 
   Raises:
-    UserError: the owner or the name is empty or too long, or the file cannot be read or written.
+    UserError: the owner or the name is empty or too long, the weight is out of range, or the file cannot be read or
+      written.
   """
   for what, text in (('owner', owner), ('name', name)):
     if not text or len(text) > _LONGEST or not text.isprintable():
       raise UserError(f'--{what}={printable(text)!r} must have 1 to {_LONGEST} printable characters.')
+  if not _is_weight(weight):
+    raise UserError(f'--weight={weight:g} must lie in [0.01, 100].')
   secret = PREFIX + secrets.token_urlsafe(32)
-  key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time())
+  key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time(), weight)
   with _changing(path, 'name another file'):
     known = read(path) if path.exists() else []
     write_atomically(path, _written([*known, key]), mode=0o600)

@@ -138,6 +138,11 @@ def capabilities(asked: Incoming) -> Reply:
   return Reply(asked.account.service.capabilities())
 
 
+def usage(asked: Incoming) -> Reply:
+  """Return what your key has used in this minute and day, and its limits."""
+  return Reply(asked.account.service.allowances.used(asked.call.payer.id))
+
+
 # Completions.
 
 
@@ -425,6 +430,7 @@ _CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_a
 _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
+  route('GET', '/v1/usage', usage, response=schemas.UsageSaid),
   route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
   route('POST', f'{ROOT}/adapters', create_adapter, body=schemas.CreateAdapter, **_MADE),
   route(

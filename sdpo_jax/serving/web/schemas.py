@@ -123,6 +123,25 @@ class DeletedSaid(ResponseBody):
   deleted: bool
 
 
+class UsedSaid(ResponseBody):
+  """What a key has used."""
+
+  requests: int
+  feedbacks: int
+  sampled: int = Field(description='Tokens; those asked for until a completion is done, then those drawn.')
+  scored: int
+  learned: int
+
+
+class UsageSaid(ResponseBody):
+  """What your key has used, and its limits."""
+
+  key: str = Field(description='The id of the key.')
+  minute: UsedSaid = Field(description='In this minute, since this process began.')
+  day: UsedSaid = Field(description='In this day, in UTC.')
+  limits: dict[str, int | None] = Field(description='Those of tokens and feedbacks; null: none.')
+
+
 class CapabilitiesSaid(ResponseBody):
   """The served model, its limits and the default settings."""
 

@@ -30,6 +30,7 @@ from sdpo_jax.serving.web.telemetry import Forward, Log
 
 _LOOK = 0.1  # Seconds between two polls.
 _KEEP_ALIVE = 30  # Seconds that a connection may stay open without a request.
+_SWITCH = 0.0005  # Seconds for which a busy thread keeps others from running; Python's 5 ms delay every answer.
 _LAST_ANSWERS = 5  # Seconds within which connections must finish sending at shutdown.
 
 
@@ -226,6 +227,7 @@ class ServiceProcess:
       UserError: the service cannot be made.
     """
     self._announce(f'Listening on {self.url}; /readyz reports when it is ready, and /docs lists the routes.')
+    sys.setswitchinterval(_SWITCH)
     threading.Thread(target=self._start, name='start', daemon=True).start()
     try:
       asyncio.run(self._serve())

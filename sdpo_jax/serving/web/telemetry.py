@@ -83,7 +83,7 @@ class Metrics:
 
   def __init__(self, lifetime: Lifetime):
     """Make the metrics; the service of the lifetime need not exist yet."""
-    self._registry = CollectorRegistry()
+    self._registry, self._lifetime = CollectorRegistry(), lifetime
     self._registry.register(_Stats(lifetime))
     counter, gauge = (functools.partial(kind, registry=self._registry) for kind in (Counter, Gauge))
     seconds = functools.partial(Histogram, buckets=_SECONDS, registry=self._registry)
@@ -131,9 +131,9 @@ class Metrics:
     """Count the result of learning in a session: committed, rejected, or waiting for more examples."""
     self._learned.labels(outcome).inc()
 
-  def text(self) -> bytes:
-    """Return all metrics in Prometheus' text format."""
-    return exposition.generate_latest(self._registry)
+  def text(self, key: str | None = None) -> bytes:
+    """Return all metrics in Prometheus' text format, with the usage of one key; None: of all keys."""
+    return exposition.generate_latest(self._registry) + exposition.generate_latest(_Usage(self._lifetime, key))
 
 
 class _Stats:
@@ -155,3 +155,18 @@ class _Stats:
       for name, value in sorted(values.items()):
         metric = f'sdpo_{part}_' + re.sub(r'\W', '_', name)
         yield GaugeMetricFamily(metric, f'The {part} metric {name.replace("_", " ")}.', value=float(value))
+
+
+class _Usage:
+  """What keys have used today, in the form of a registry; keys without use have no series."""
+
+  def __init__(self, lifetime: Lifetime, key: str | None):
+    self._lifetime, self._key = lifetime, key
+
+  def collect(self) -> Iterable[Metric]:
+    service = self._lifetime.present
+    family = GaugeMetricFamily('sdpo_key_used_today', 'Use of a key in this UTC day.', labels=['key', 'kind'])
+    for (key, kind), count in sorted(service.allowances.today().items()) if service is not None else ():
+      if self._key in (None, key):
+        family.add_metric([key, kind], count)
+    yield family

@@ -12,10 +12,12 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sdpo_jax.config import ServeConfig
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
 from sdpo_jax.serving.web.admission import Lifetime
+from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.endpoints import Operation, Reply, route
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 from sdpo_jax.serving.web.gate import behind_gate
@@ -160,8 +162,9 @@ class World:
   def __init__(self, keys=None, ready=True, bodies=False, routes=ROUTES, **http):
     self.service, self.settings, self.logged = Service(), ServeConfig(), io.StringIO()
     for name, value in http.items():
-      section = self.settings.limits if name in ('tokens_per_minute', 'burst_tokens') else self.settings.http
+      section = self.settings.limits if hasattr(self.settings.limits, name) else self.settings.http
       setattr(section, name, value)
+    self.service.allowances = Allowances(self.settings.limits)
     self.lifetime = Lifetime(self.service if ready else None)
     self.metrics = Metrics(self.lifetime)
     log = Log(self.logged, bodies=bodies)
@@ -421,6 +424,124 @@ def test_too_many_tokens_are_refused_with_the_time_to_come_again(tmp_path):
   assert first.status_code == 200 and code(second) == (429, 'busy')
   assert int(second.headers['retry-after']) >= 1 and 0 < int(second.headers['retry-after-ms']) <= 7000
   assert world.client(**{'X-API-Key': bob}).get('/v1/continual/whoami').status_code == 200
+
+
+def flood(world, count, key, *, parts=(b'{',), ends=False, path='/v1/continual/change/a'):
+  """Begin requests whose bodies do not end; return their tasks, and an event with which their senders leave."""
+  left, tasks = asyncio.Event(), []
+  for _ in range(count):
+    given = [{'type': 'http.request', 'body': part, 'more_body': True} for part in parts]
+    given += [{'type': 'http.request', 'body': b'', 'more_body': False}] if ends else []
+
+    async def receive(given=given):
+      if given:
+        return given.pop(0)
+      await left.wait()
+      return {'type': 'http.disconnect'}
+
+    headers = [(b'host', b'localhost'), (b'x-api-key', key.encode()), (b'content-type', b'application/json')]
+    scope = {'type': 'http', 'method': 'POST', 'path': path, 'headers': headers, 'query_string': b''}
+    scope |= {'root_path': '', 'scheme': 'http', 'server': ('127.0.0.1', 1), 'client': None}
+    sent = []
+
+    async def send(message, sent=sent):
+      sent.append(message)
+
+    tasks.append((asyncio.create_task(world.app(scope, receive, send)), sent))
+  return tasks, left
+
+
+def statuses(tasks):
+  return [sent[0]['status'] for _, sent in tasks if sent]
+
+
+def test_bodies_that_drip_take_no_place_and_cost_their_own_key_alone(tmp_path):
+  """Of 30 of Ada's slow bodies half of the 16 that may arrive are waited for; Bob is answered meanwhile."""
+  path = tmp_path / 'keys'
+  ada, bob = (add(path, owner, 'key')[0] for owner in ('ada', 'bob'))
+  world = World(KeyFile(path), max_requests=8)
+
+  async def run():
+    slow, left = flood(world, 30, ada)
+    await asyncio.sleep(0)
+    while len(statuses(slow)) < 22:
+      await asyncio.sleep(0.001)
+    assert statuses(slow) == [429] * 22 and not world.service.calls
+    served, _ = flood(world, 4, bob, parts=(b'{}',), ends=True)
+    await asyncio.gather(*(task for task, _ in served))
+    assert statuses(served) == [200] * 4
+    own, _ = flood(world, 1, ada, parts=(b'{}',), ends=True)
+    await own[0][0]
+    assert statuses(own) == [429] and (b'retry-after', b'1') in own[0][1][0]['headers']
+    left.set()
+    await asyncio.gather(*(task for task, _ in slow))
+    own, _ = flood(world, 1, ada, parts=(b'{}',), ends=True)
+    await own[0][0]
+    assert statuses(own) == [200]
+
+  asyncio.run(asyncio.wait_for(run(), 60))
+  assert world.lifetime.under_way == 0
+
+
+def test_bodies_in_memory_are_limited_and_freed(tmp_path):
+  path = tmp_path / 'keys'
+  ada, bob = (add(path, owner, 'key')[0] for owner in ('ada', 'bob'))
+  world = World(KeyFile(path), max_bodies_mb=2900 / 2**20)
+
+  async def run():
+    slow, left = flood(world, 2, ada, parts=(b' ' * 1000,))
+    while len(statuses(slow)) < 1:  # The second may not have 2,000 of 2,900 bytes.
+      await asyncio.sleep(0.001)
+    served, _ = flood(world, 1, bob, parts=(b' ' * 900, b'{}'), ends=True)
+    await served[0][0]
+    assert statuses(served) == [200] and statuses(slow) == [429]
+    left.set()
+    await asyncio.gather(*(task for task, _ in slow))
+    for _ in range(3):
+      again, _ = flood(world, 1, ada, parts=(b' ' * 1400, b'{}'), ends=True)
+      await again[0][0]
+      assert statuses(again) == [200]
+
+  asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_key_has_its_share_of_places_and_another_always_finds_one(tmp_path):
+  path = tmp_path / 'keys'
+  ada, bob = (add(path, owner, 'key')[0] for owner in ('ada', 'bob'))
+  for settings, most in (({'max_requests': 8}, 4), ({'max_requests': 8, 'max_requests_per_key': 2}, 2)):
+    world = World(KeyFile(path), **settings)
+
+    async def run(world=world, most=most):
+      running, left = flood(world, 8, ada, parts=(b'{}',), ends=True, path='/v1/continual/wait')
+      while len(statuses(running)) < 8 - most or world.service.calls['waiting'] < most:
+        await asyncio.sleep(0.001)
+      assert statuses(running) == [429] * (8 - most)
+      other, _ = flood(world, 1, bob, parts=(b'{}',), ends=True)
+      await other[0][0]
+      assert statuses(other) == [200]
+      left.set()
+      await asyncio.gather(*(task for task, _ in running))
+      again, _ = flood(world, 1, ada, parts=(b'{}',), ends=True)
+      await again[0][0]
+      assert statuses(again) == [200]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_metrics_have_the_usage_of_the_own_key_and_of_all_for_the_operator(tmp_path):
+  path = tmp_path / 'keys'
+  (ada, one), (bob, two) = (add(path, owner, 'key') for owner in ('ada', 'bob'))
+  for operator, seen in ((None, {one.id}), ('ada', {one.id, two.id}), ('bob', {one.id})):
+    settings = ServeConfig()
+    settings.http.operator = operator
+    service = Service()
+    service.allowances = Allowances(settings.limits)
+    app = make_app(service, settings, KeyFile(path), log=Log(io.StringIO()))
+    for key in (one, two):
+      service.allowances.spend(key.id, 'sampled', 7)
+    text = TestClient(app, base_url=LOCAL, headers={'X-API-Key': ada}).get('/metrics').text
+    assert {key.id for key in (one, two) if f'sdpo_key_used_today{{key="{key.id}",kind="sampled"}} 7.0' in text} == seen
+    assert ada not in text and bob not in text
 
 
 def test_a_body_that_is_too_large_is_not_read():

@@ -31,6 +31,17 @@ def test_a_key_is_found_by_itself_and_stored_as_its_digest_in_a_private_file(pat
   assert all(file.find(wrong) is None for wrong in ('', 'sdpo_', secret[:-1], secret + 'x', made.digest))
 
 
+def test_a_weight_is_kept_and_files_without_weights_have_equal_ones(path):
+  assert keys.add(path, 'ada', 'laptop', 2.5)[1].weight == 2.5 and keys.read(path)[0].weight == 2.5
+  old = json.loads(path.read_text())
+  del old['weight']
+  path.write_text(json.dumps(old))
+  assert keys.read(path)[0].weight == 1.0
+  for weight in (0.0, -1.0, 1000.0, float('nan')):
+    with pytest.raises(UserError, match=r'--weight=.* must lie in \[0.01, 100\]'):
+      keys.add(path, 'ada', 'laptop', weight)
+
+
 def test_every_digest_is_compared_in_constant_time(path, monkeypatch):
   secrets = [keys.add(path, 'ada', str(number))[0] for number in range(3)]
   compared, compare = [], hmac.compare_digest
@@ -81,7 +92,7 @@ def test_no_key_is_accepted_while_the_file_is_damaged_gone_or_open_to_others(pat
     (b'not json\n', 'line 1 is not a key'),
     (b'[]\n', 'line 1'),
     (b'\xff\xfe', 'cannot be read'),
-    (b'{"id": "a", "digest": "b", "owner": "c", "name": "d", "created": 1}\n', 'invalid digest or owner'),
+    (b'{"id": "a", "digest": "b", "owner": "c", "name": "d", "created": 1}\n', 'invalid digest, owner or weight'),
   ],
 )
 def test_a_file_that_is_none_of_keys_is_refused_with_its_line(path, content, sentence):

@@ -1,87 +1,12 @@
-"""Limits: tokens per minute with the time to come again, bodies cut off while they come, deadlines, places."""
+"""Limits: bodies cut off while they come, and deadlines."""
 
 import asyncio
 
-from hypothesis import given
-from hypothesis import strategies as st
 import pytest
 
-from sdpo_jax.config import LimitsConfig
-from sdpo_jax.serving.errors import Busy, InvalidRequest, TooLarge
-from sdpo_jax.serving.web.admission import Allowances, ConcurrencyLimit, TokenBucket, read_body, time_limit
+from sdpo_jax.serving.errors import InvalidRequest, TooLarge
+from sdpo_jax.serving.web.admission import read_body, time_limit
 from sdpo_jax.serving.web.error_responses import TooSlow
-
-
-def test_a_bucket_says_when_to_come_again_and_that_is_true():
-  now = [0.0]
-  bucket = TokenBucket(10, 100, lambda: now[0])
-  assert bucket.take(100) == 0
-  wait = bucket.take(30)
-  assert wait == pytest.approx(3)
-  now[0] += wait + 1e-9
-  assert bucket.take(30) == 0
-  assert bucket.take(1) > 0
-  bucket.take(-20)
-  assert bucket.take(20) == 0
-
-
-def test_a_request_for_more_than_a_bucket_holds_is_let_in_when_it_is_full():
-  now = [0.0]
-  bucket = TokenBucket(10, 100, lambda: now[0])
-  assert bucket.take(300) == 0
-  now[0] += 20.0
-  assert bucket.take(1) == pytest.approx(0.1)  # The level is 0 again.
-  now[0] += 9.0
-  assert bucket.take(300) == pytest.approx(1)
-  now[0] += 1.0
-  assert bucket.take(300) == 0
-
-
-@given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 300)), max_size=60))
-def test_no_more_than_the_burst_and_the_rate_are_ever_had(requests):
-  now, had, largest = [0.0], 0, 0
-  bucket = TokenBucket(10, 100, lambda: now[0])
-  for pause, tokens in requests:
-    now[0] += pause
-    if bucket.take(tokens) == 0:
-      had, largest = had + tokens, max(largest, tokens)
-  assert had <= 100 + 10 * now[0] + max(0, largest - 100) + 1e-6
-
-
-def keys_of(allowances):
-  """Return the keys whose buckets are in memory."""
-  return set(allowances._buckets)  # noqa: SLF001 (A bucket that is forgotten is as good as a full one.)
-
-
-def test_keys_have_buckets_of_their_own_and_full_ones_are_forgotten():
-  now = [0.0]
-  allowances = Allowances(LimitsConfig(tokens_per_minute=60, burst_tokens=10), lambda: now[0])
-  allowances.spend('a', 10)
-  with pytest.raises(Busy, match='60 tokens per minute') as refused:
-    allowances.spend('a', 5)
-  assert refused.value.retry_after == pytest.approx(5)
-  allowances.spend('b', 10)
-  now[0] = 100.0
-  allowances.spend('c', 1)
-  assert keys_of(allowances) == {'c'}
-  allowances.spend('a', 0)
-  assert keys_of(allowances) == {'c'}
-
-
-def test_without_a_limit_nothing_is_counted():
-  allowances = Allowances(LimitsConfig())
-  allowances.spend('a', 10**9)
-  assert not keys_of(allowances)
-
-
-def test_places_are_refused_when_all_are_taken():
-  places = ConcurrencyLimit(2)
-  places.take()
-  places.take()
-  with pytest.raises(Busy, match='limit of 2 concurrent requests'):
-    places.take()
-  places.let_go()
-  places.take()
 
 
 @pytest.mark.parametrize('header, seconds', [(None, 300), ('1500', 1.5), ('999999999', 300), ('1', 0.001)])

@@ -3,6 +3,7 @@ has.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -467,6 +468,7 @@ NAMELESS = {
   f'{ROOT}/adapters',
   f'{ROOT}/adapters/import',
   '/v1/capabilities',
+  '/v1/usage',
   '/v1/models',
   '/v1/models/{model}',
   '/v1/lora',
@@ -500,7 +502,7 @@ ELSEWHERE = {
 # Routes that name no adapter, or a new one.
 OTHERS = {
   *(('GET', path) for path in ('/docs', '/openapi.json', '/healthz', '/readyz', '/metrics', '/v1/capabilities')),
-  *(('GET', path) for path in ('/v1/health', '/v1/models', '/v1/lora')),
+  *(('GET', path) for path in ('/v1/health', '/v1/usage', '/v1/models', '/v1/lora')),
   *(('GET', path) for path in ('/', '/console', '/console.css', '/console.js')),
   ('POST', '/v1/lora/init'),
   *(('POST', path) for path in ('/tokenize', '/detokenize')),
@@ -526,6 +528,27 @@ def without(response, name):
   for spelled in (json.dumps(name, ensure_ascii=False)[1:-1], json.dumps(repr(name), ensure_ascii=False)[1:-1], name):
     text = text.replace(spelled, 'X')
   return response.status_code, text.replace("'X'", 'X')
+
+
+def test_a_key_sees_what_it_has_used_and_nothing_of_others(tmp_path, world):
+  service = world.service
+  path = tmp_path / 'keys'
+  (ada, one), (bob, two) = (add(path, owner, 'key') for owner in ('usage-ada', 'usage-bob'))
+  client = TestClient(make_app(service, service.settings, KeyFile(path)), base_url='http://localhost')
+  clients = {key: functools.partial(client.request, headers={'X-API-Key': key}) for key in (ada, bob)}
+  made = clients[ada]('POST', f'{ROOT}/adapters', json={'name': 'mine'}).json()['id']
+  body = {'model': made, 'messages': MESSAGES, 'n': 2, 'max_tokens': 4}
+  drawn = clients[ada]('POST', f'{ROOT}/completions', json=body).json()
+  sample = drawn['completions'][0]['sample_id']
+  entries = [{'adapter': made, 'items': [{'sample_id': sample, 'feedback': 'No.'}]}] * 2
+  clients[ada]('POST', f'{ROOT}/feedback/batch', json={'entries': entries})
+  said = clients[ada]('GET', '/v1/usage').json()
+  assert said['key'] == one.id and said['minute'] == said['day'] or said['minute']['requests'] == 1  # A new minute.
+  assert said['day']['requests'] == 4 and said['day']['feedbacks'] == 2  # This request is one of them.
+  assert said['day']['sampled'] == drawn['usage']['completion_tokens'] and said['day']['learned'] > 0
+  other = clients[bob]('GET', '/v1/usage').json()
+  assert other['key'] == two.id and other['day'] == dict.fromkeys(said['day'], 0) | {'requests': 1}
+  assert one.id not in json.dumps(other) and ada not in json.dumps(said)
 
 
 def test_the_tables_have_every_route(world):

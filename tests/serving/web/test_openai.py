@@ -23,6 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
@@ -348,14 +349,15 @@ def test_text_that_is_no_unicode_is_refused(world):
   assert answer.status_code == 400 and answer.json()['error']['type'] == 'invalid_request_error'
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture
 def guarded(world, tmp_path_factory):
-  """Asks the same service where keys are needed, and are for few tokens; returns what makes a client of a key."""
+  """Asks the same service where keys are needed, and are for few tokens; yields what makes a client of a key."""
   path = tmp_path_factory.mktemp('keys') / 'keys.jsonl'
   secret, _ = key_files.add(path, 'ada', 'test')
   settings = world.service.settings
   limits = type(settings.limits)(**{**vars(settings.limits), 'tokens_per_minute': 60, 'burst_tokens': 8})
-  app = make_app(world.service, type(settings)(**{**vars(settings), 'limits': limits}), key_files.KeyFile(path))
+  app = make_app(world.service, settings, key_files.KeyFile(path))
+  before, world.service.allowances = world.service.allowances, Allowances(limits)
 
   async def ask(key, count=1):
     transport = httpx.ASGITransport(app=app)
@@ -367,7 +369,8 @@ def guarded(world, tmp_path_factory):
     ) as client:
       return [await client.completions.create(model='tiny', prompt='x', max_tokens=6) for _ in range(count)]
 
-  return ask
+  yield ask
+  world.service.allowances = before
 
 
 def test_whoever_has_no_key_is_refused(guarded):

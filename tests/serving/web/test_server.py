@@ -13,8 +13,9 @@ import types
 import pytest
 
 from sdpo_jax import extras
-from sdpo_jax.config import Config, HttpConfig
+from sdpo_jax.config import Config, HttpConfig, LimitsConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.web import server
 from sdpo_jax.serving.web.keys import add
 from tests import tiers, tiny
@@ -66,7 +67,8 @@ class Slow:
 
   def __init__(self):
     self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, stats={}), None
-    self.stopped = []
+    self.stopped, self.allowances = [], Allowances(LimitsConfig())
+    self.store = types.SimpleNamespace(stats={})
 
   def start(self):
     pass

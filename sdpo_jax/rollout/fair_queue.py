@@ -1,0 +1,145 @@
+"""A queue of samples of several payers: whoever has had the least work done for them gets the next free slot.
+
+The order is that of virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). With
+one payer it is first come, first served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable
+import dataclasses
+
+from sdpo_jax.rollout.queue import Queue, Samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Payer:
+  """On whose account work is done."""
+
+  id: str = ''  # Of an API key; empty: the service itself.
+  weight: float = 1.0  # Share of the work relative to that of other payers.
+
+
+SERVICE = Payer()
+
+
+class Shares:
+  """The work done for each payer, by which they take turns.
+
+  Payers for whom work waits all the time get shares in proportion to their weights, up to the largest pieces of work
+  that are under way. A payer who was idle gets no credit for that time.
+  """
+
+  def __init__(self):
+    """Begin with no work done."""
+    self._done: dict[Payer, float] = {}
+
+  def __len__(self) -> int:
+    """Return the number of payers whose work is remembered."""
+    return len(self._done)
+
+  def of(self, payer: Payer) -> float:
+    """Return the work done for a payer, over its weight, since some time in the past."""
+    return self._done.get(payer, 0.0)
+
+  def enter(self, payer: Payer, waiting: Collection[Payer]) -> None:
+    """Note that work waits for a payer for whom none did; `waiting` are the others for whom some does."""
+    if not waiting:
+      self._done.clear()
+      return
+    least = min(map(self.of, waiting))
+    # Payers that have left are forgotten once entering again would lift them anyway.
+    self._done = {other: done for other, done in self._done.items() if other in waiting or done > least}
+    self._done[payer] = max(least, self.of(payer))
+
+  def charge(self, payer: Payer, work: float) -> None:
+    """Count work that was done for a payer, in tokens or any other unit."""
+    self._done[payer] = self.of(payer) + work / payer.weight
+
+  def first(self, payers: Iterable[Payer], under_way: Callable[[Payer], float] = lambda payer: 0.0) -> Payer:
+    """Return the payer who is next; `under_way` is work that has begun for a payer and was not charged yet."""
+    return min(payers, key=lambda payer: self.of(payer) + under_way(payer) / payer.weight)
+
+
+@dataclasses.dataclass
+class _Request:
+  payer: Payer
+  left: int  # Samples that are not done.
+  reserved: int = 0  # The most tokens of those that have slots.
+
+
+class FairQueue:
+  """A `Queue` for each payer, and the order in which they are served."""
+
+  def __init__(self, shards: int):
+    """Make an empty queue for `shards` shards."""
+    self._shards, self._shares = shards, Shares()
+    self._queues: dict[Payer, Queue] = {}  # Of payers with waiting samples.
+    self._requests: dict[Samples, _Request] = {}  # Those with samples that are not done.
+
+  def add(self, samples: Samples, payer: Payer) -> None:
+    """Append the samples of a prompt, at least one, to those of their payer."""
+    if payer not in self._queues:
+      self._shares.enter(payer, self._queues.keys())
+      self._queues[payer] = Queue(self._shards)
+    self._queues[payer].add(samples)
+    self._requests[samples] = _Request(payer, len(samples))
+
+  def remove(self, gone: Callable[[Samples], bool]) -> None:
+    """Remove the samples for which `gone` returns True, also those that have slots."""
+    for queue in self._queues.values():
+      queue.remove(gone)
+    self._queues = {payer: queue for payer, queue in self._queues.items() if queue.left}
+    self._requests = {samples: request for samples, request in self._requests.items() if not gone(samples)}
+
+  def take(self, shard: int) -> tuple[Samples, int] | None:
+    """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""
+    if not self._queues:
+      return None
+    payer = self._next()
+    samples, index = self._queues[payer].take(shard)
+    if not self._queues[payer].left:
+      del self._queues[payer]
+    self._requests[samples].reserved += int(samples.knobs['max_tokens'][index])
+    if index == 0:
+      self._shares.charge(payer, len(samples.prompt))
+    return samples, index
+
+  def drawn(self, samples: Samples, tokens: int) -> None:
+    """Charge the payer of samples for tokens that were drawn."""
+    self._shares.charge(self._requests[samples].payer, tokens)
+
+  def done(self, samples: Samples, number: int) -> None:
+    """Note that a sample, by its number in the generation batch, has left its slot."""
+    request = self._requests[samples]
+    request.reserved -= int(samples.knobs['max_tokens'][number - samples.first])
+    request.left -= 1
+    if not request.left:
+      del self._requests[samples]
+
+  @property
+  def left(self) -> int:
+    """Number of samples that wait."""
+    return sum(queue.left for queue in self._queues.values())
+
+  @property
+  def head(self) -> Samples | None:
+    """The first samples of the next payer that were not handed to a shard yet; None if there are none."""
+    return self._queues[self._next()].head if self._queues else None
+
+  def begun(self, shard: int) -> bool:
+    """Return whether the shard has a prompt of the next payer with samples that still wait."""
+    return bool(self._queues) and self._queues[self._next()].begun(shard)
+
+  def holds(self, shard: int, prefix: Hashable) -> bool:
+    """Return whether samples with that prefix wait in the shard, or for any shard."""
+    return any(queue.holds(shard, prefix) for queue in self._queues.values())
+
+  def _next(self) -> Payer:
+    if len(self._queues) == 1:
+      return next(iter(self._queues))
+
+    def reserved(payer: Payer) -> int:
+      return sum(request.reserved for request in self._requests.values() if request.payer == payer)
+
+    return self._shares.first(self._queues, reserved)

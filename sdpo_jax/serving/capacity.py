@@ -1,0 +1,110 @@
+"""Capacity that keys share: places of which each key always finds some, and permits that keys get in turns.
+
+A key may only take a place while it has fewer than are free, as in a switch buffer with dynamic thresholds (Choudhury
+and Hahne, 1998). One key alone gets half of the places, two get a third each, and there is room for one that has none.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+import contextlib
+import threading
+
+from sdpo_jax.rollout.fair_queue import Payer, Shares
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import Deadline
+
+
+class Capacity:
+  """A number of places, which one thread at a time may take and free."""
+
+  def __init__(self, limit: int, *, per_key: int | None = None, shared: bool = True):
+    """Make places, all free.
+
+    Args:
+      limit: the number of places.
+      per_key: the most places of one key; None: no such limit.
+      shared: whether a key must leave room for others; False: there is only one.
+    """
+    self.limit, self._per_key, self._shared = limit, per_key, shared
+    self._taken: collections.Counter[str] = collections.Counter()  # By key; no key that has none.
+
+  @property
+  def taken(self) -> int:
+    """The number of places that are taken."""
+    return self._taken.total()
+
+  def has_room(self, key: str, places: int = 1) -> bool:
+    """Return whether a key may take so many more places."""
+    own, free = self._taken[key], self.limit - self.taken
+    if self._per_key is not None and own + places > self._per_key:
+      return False
+    return (own + places if self._shared else places) <= free
+
+  def take(self, key: str, places: int = 1) -> bool:
+    """Take places for a key if it may; return whether it did."""
+    if not self.has_room(key, places):
+      return False
+    self._taken[key] += places
+    return True
+
+  def let_go(self, key: str, places: int = 1) -> None:
+    """Free places that a key has taken."""
+    self._taken[key] -= places
+    if not self._taken[key]:
+      del self._taken[key]
+
+
+class FairSemaphore:
+  """A number of permits for which requests wait; payers get them in turns. Any thread may call."""
+
+  def __init__(self, permits: int, *, shared: bool = False):
+    """Make a semaphore with all permits free; `shared` as for `Capacity`."""
+    self._permits, self._lock, self._shares = Capacity(permits, shared=shared), threading.Lock(), Shares()
+    self._waiting: dict[Payer, collections.deque[threading.Event]] = {}
+
+  @contextlib.contextmanager
+  def of(self, call: Call) -> Iterator[None]:
+    """Hold a permit during the block.
+
+    Args:
+      call: the request that waits, until its deadline.
+
+    Raises:
+      Deadline: the deadline of the request has passed.
+      Cancelled: the client has disconnected.
+    """
+    payer, turn = call.payer, threading.Event()
+    with self._lock:
+      if payer not in self._waiting:
+        self._shares.enter(payer, self._waiting.keys())
+        self._waiting[payer] = collections.deque()
+      self._waiting[payer].append(turn)
+      self._hand_out()
+    try:
+      if not turn.wait(call.left):
+        raise Deadline('Other feedbacks took all the time of this request: retry, or allow it more time.')
+      call.check()
+      yield
+    finally:
+      with self._lock:
+        if turn.is_set():
+          self._permits.let_go(payer.id)
+        else:
+          self._drop(payer, turn)
+        self._hand_out()
+
+  def _hand_out(self) -> None:
+    while able := [payer for payer in self._waiting if self._permits.has_room(payer.id)]:
+      payer = self._shares.first(able)
+      turn = self._waiting[payer][0]
+      self._drop(payer, turn)
+      self._shares.charge(payer, 1)
+      self._permits.take(payer.id)
+      turn.set()
+
+  def _drop(self, payer: Payer, turn: threading.Event) -> None:
+    self._waiting[payer].remove(turn)
+    if not self._waiting[payer]:
+      del self._waiting[payer]
