@@ -84,8 +84,8 @@ def learn(
     if idempotency is not None:  # The response quotes samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)
-    with account.service.learning.of(account.call):
-      return _learn(account, adapter, request, idempotency, stages)
+    with contextlib.ExitStack() as permit:
+      return _learn(account, adapter, request, idempotency, stages, permit)
 
 
 @dataclasses.dataclass
@@ -111,8 +111,9 @@ def _learn(
   request: FeedbackRequest,
   idempotency: IdempotentRequest | None,
   stages: _Stages,
+  permit: contextlib.ExitStack,
 ) -> FeedbackResult:
-  """Run the transaction; the caller holds the lock of the adapter."""
+  """Run the transaction; the caller holds the lock of the adapter, and gives back the permit to learn."""
   service, call, update = account.service, account.call, request.update
   store, worker = service.store, service.worker
   commits = request.mode == 'commit'
@@ -134,6 +135,7 @@ def _learn(
     asked = teacher.name
     if asked == 'endpoint':
       learning, asked = service.ask_endpoint(learning, call), 'given'
+    permit.enter_context(service.learning.of(call))  # Not while another server is waited for.
     wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
     # Once learning has begun, wait for its end, to know whether there is a version to forget.
     learned: Learned = call.result(worker.learn(wanted, **call.work))
