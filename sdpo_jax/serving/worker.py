@@ -30,6 +30,7 @@ from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_SHARES = 8  # How often a version fills its share of the rows before it lets others have its place.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
 _LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
@@ -422,16 +423,24 @@ class Worker:
 
   def _begin(self, engine: Engine) -> bool:
     """Start sampling for every waiting request that can start; return whether any did."""
-    moved, passed = False, []
+    # While others wait for a place, a version that has one begins this many samples: a place costs more to fill than
+    # to use, and rows stay empty where no waiting request has a place.
+    share = max(1, _SHARES * engine.settings.rows // engine.settings.snapshots)
+    # A version is loaded when rows would soon be empty, since loading several at once costs little more than one.
+    begun = sum(job.drawing.left for job in self._drawing)
+    busy = begun >= engine.settings.rows + engine.settings.rows // 4
+    moved = waits = False
     for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
-      if any(earlier.passed >= engine.settings.rows for earlier in passed):
-        break  # That one was overtaken often enough, and gets the next free place.
+      served = engine.served(job.version)
+      if served is None or (waits and served >= share) or (busy and job.needs and not served):
+        waits = True
+        continue
       try:
         drawing = engine.submit(job.version, job.prompt, **job.options)
       except NoPlaceError:
         if not self._drawing:
           self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
-        passed.append(job)
+        waits = True
         continue
       except Exception as error:
         self._refuse(engine, job, error)
@@ -441,8 +450,6 @@ class Worker:
       self._touch(job)
       job.begin(drawing)
       self._drawing.append(job)
-      for earlier in passed:
-        earlier.passed += 1
       moved = True
     return moved
 
