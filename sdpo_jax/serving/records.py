@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
+_ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.
 _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<number>\d{1,9}))?')
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
@@ -52,7 +53,19 @@ class Version:
     return engine_name(self.adapter, self.number)
 
 
-def in_effect(versions: Sequence[Version]) -> list[Version]:
+@dataclasses.dataclass(frozen=True)
+class Ancestor:
+  """What says which versions are in effect: a version without its details."""
+
+  number: int
+  parent: int | None
+  reason: Reason
+
+
+_Made = TypeVar('_Made', Version, Ancestor)
+
+
+def in_effect(versions: Sequence[_Made]) -> list[_Made]:
   """Return the versions whose learning the newest one holds, the newest first: all but undone ones and undos.
 
   Args:
@@ -123,7 +136,7 @@ class Reference:
 
 
 def check_name(name: str, taken: str) -> None:
-  """Raise InvalidRequest if a name for a new adapter is invalid, or means the model without an adapter.
+  """Raise InvalidRequest if a name for a new adapter is invalid, or means something else.
 
   Args:
     name: the name that a user has chosen.
@@ -135,6 +148,8 @@ def check_name(name: str, taken: str) -> None:
       'underscores, beginning with a letter or a digit.',
       field='name',
     )
+  if _ID.fullmatch(name):
+    raise InvalidRequest(f'{name} looks like an id of this service: choose another name.', field='name')
   if name in (BASE_NAME, taken):
     raise InvalidRequest(f'{name} means the model without an adapter: choose another name.', field='name')
 
@@ -159,6 +174,11 @@ def parse(text: str) -> Reference:
     raise unknown(text)
   number = found['number']
   return Reference(found['adapter'], None if number is None else int(number), is_id)
+
+
+def no_such_place(after: str) -> InvalidRequest:
+  """Return the error for a page after something that does not exist, or does not any more."""
+  return InvalidRequest(f'There is no {short_repr(after)} to go on after: begin again, without after.', field='after')
 
 
 def unknown(text: str) -> NotFound:

@@ -19,6 +19,7 @@ from sdpo_jax.environments.workspace import tools
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
+from sdpo_jax.serving.records import no_such_place
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import examples, proposing, replaying, session_tables, teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, dialogue_of, template_of, written_by
@@ -110,9 +111,18 @@ class Sessions:
     if token is None or not hmac.compare_digest(_digest(token), known.token):
       raise Forbidden('Send the token of the session, from when it was opened, in the header X-Session-Token.')
 
-  def list(self, adapter: str) -> list[AgentSession]:
-    """Return the sessions of an adapter, the oldest first."""
-    return session_tables.sessions(self._database, self._account.adapter(adapter).id)
+  def list(self, adapter: str, after: str | None = None, **limit: int) -> list[AgentSession]:
+    """Return the sessions of an adapter, the oldest first, from the one after the session `after` on.
+
+    Raises:
+      InvalidRequest: there is no session `after`.
+    """
+    try:
+      last = None if after is None else self.get(adapter, after)
+    except NotFound as error:
+      self._account.adapter(adapter)  # Raises NotFound if that is what does not exist.
+      raise no_such_place(after) from error
+    return session_tables.sessions(self._database, self._account.adapter(adapter).id, last, **limit)
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session by its id."""

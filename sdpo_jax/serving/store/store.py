@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -27,6 +28,7 @@ from sdpo_jax.serving.errors import (
   Gone,
   InFlight,
   InvalidRequest,
+  NameTaken,
   NotFound,
   ServiceError,
   StorageFailed,
@@ -42,6 +44,8 @@ from sdpo_jax.serving.tool_calls import flaw_of
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
+_AGAIN = 5.0  # Seconds between two attempts to write after one has failed.
+_TRIED, _MOST_TRIED = 'TRIED', 2**20  # The blob of such an attempt, and the most bytes in it.
 FORGOTTEN = 7 * 86400.0  # Seconds after its expiry within which a sample is reported as gone, not as unknown.
 # Keys of feedback records whose values are users' texts, or made from these.
 TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
@@ -105,6 +109,11 @@ class Store:
     self._lock = threading.Lock()  # Guards the fields below.
     self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being created.
     self._under_way: set[tuple[str, str]] = set()  # (owner, key) of requests.
+    self._closed = True  # False between the end of recovery and `close`.
+    self._changes = 0  # Changes of adapters that are under way.
+    self._need = sum(4 * math.prod(shape) for shape in base.shapes.values())  # About the bytes of a version.
+    self._look_again = 0.0  # When `unwritable` may try to write again.
+    self._remains = False  # Whether files of a failed commit could not be removed.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
 
@@ -146,18 +155,47 @@ class Store:
         ) from error
       _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
-        rows = Database(database, _identify(blobs, base))
+        rows = Database(database, _identify(blobs, base), store_recovery.take_stamp(blobs))
         held.callback(rows.close)
         store = cls(blobs, rows, base, retention, clock, held)
         store._lost.update(store_recovery.recover(blobs, rows, clock()))
+        store._closed = False
       except StorageFailed as error:
         raise UserError(f'The store cannot be opened: {error}') from error
       store._held = held.pop_all()
       return store
 
   def close(self) -> None:
-    """Close the files and release the locks."""
+    """Close the files and release the locks; if all is in order, the next start need not read the root."""
+    with self._lock:
+      closed, self._closed = self._closed, True
+      orderly = not (self._changes or self._doubtful or self._lost or self._under_way or self._remains)
+    if orderly and not closed:
+      with contextlib.suppress(StorageFailed, LostSwapError):
+        store_recovery.leave_stamp(self.blobs, self.database)
     self._held.close()
+
+  def unwritable(self) -> str:
+    """Return why nothing can be stored now, in a sentence without paths; empty: it can.
+
+    Disks are asked for their free space. Only after a write has failed, one is tried every `_AGAIN` seconds.
+    """
+    if any(_free(place) < 2 * self._need for place in (self.blobs.name, self.database.folder) if is_local(place)):
+      return 'The disk is full.'
+    with self._lock:
+      failed = self.blobs.failed or self.database.failed
+      if not failed or time.monotonic() < self._look_again:
+        return 'The storage cannot be written.' * failed
+      self._look_again = time.monotonic() + _AGAIN
+    try:
+      self.database.check()
+      self.blobs.delete([_TRIED], '')
+      self.blobs.swap(_TRIED, bytes(min(self._need, _MOST_TRIED)), None)
+      self.blobs.delete([_TRIED], '')
+      self.blobs.failed = False
+    except (StorageFailed, LostSwapError) as error:
+      _logger.warning('The storage cannot be written: %s', error)
+    return 'The storage cannot be written.' * (self.blobs.failed or self.database.failed)
 
   def __enter__(self) -> Store:
     return self
@@ -187,14 +225,15 @@ class Store:
     """Create an adapter and its version 0.
 
     Raises:
-      InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or not valid UTF-8.
+      NameTaken: the owner has an adapter of that name.
+      InvalidRequest: the name is empty, too long, or not valid UTF-8.
     """
     _check_name(owner, name)
     self._settle_all(owner)
     with self._lock:
       taken = (owner, name) in self._names or self.database.by_name(owner, name) is not None
       if taken:
-        raise InvalidRequest(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
+        raise NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
       self._names.add((owner, name))
     try:
       now = self.clock()
@@ -217,10 +256,15 @@ class Store:
       raise NotFound(f'There is no adapter {short_repr(name)}.')
     return self.adapter(owner, found.id)
 
-  def adapters(self, owner: str) -> list[AdapterRecord]:
-    """Return the adapters of an owner, the oldest first."""
+  def adapters(self, owner: str, after: AdapterRecord | None = None, **only: Any) -> list[AdapterRecord]:
+    """Return the adapters of an owner, the oldest first, see `Database.of_owner`."""
     self._settle_all(owner)
-    return self.database.of_owner(owner)
+    return self.database.of_owner(owner, after, **only)
+
+  def count(self, owner: str) -> int:
+    """Return the number of adapters of an owner."""
+    self._settle_all(owner)
+    return self.database.count(owner)
 
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
@@ -305,10 +349,10 @@ class Store:
       parent = expected if parent is None else parent
       return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
 
-  def versions(self, owner: str, id: str) -> list[Version]:
+  def versions(self, owner: str, id: str, after: int = -1, **limit: int) -> list[Version]:
     """Return the versions of an adapter in order, without damaged ones; raises NotFound as `adapter`."""
     self._known(owner, id)
-    return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
+    return [known.manifest.version for known in self.database.versions(id, after, intact=True, **limit)]
 
   def version(self, owner: str, id: str, number: int) -> Version:
     """Return a version of an adapter.
@@ -482,10 +526,12 @@ class Store:
     """Remove the files of an uncommitted version; the next start removes what cannot be removed now."""
     names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
-    with contextlib.suppress(StorageFailed):
+    try:
       self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)
       with self.database.writing() as rows:
         self.database.drop_intent(rows, id)
+    except StorageFailed:
+      self._remains = True
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
     """Return an adapter's HEAD, parsed and as a tagged blob; raises VersionConflict for another version."""
@@ -558,11 +604,18 @@ class Store:
 
   @contextlib.contextmanager
   def _alone(self, id: str) -> Iterator[None]:
-    """Hold the reentrant lock of an adapter."""
+    """Hold the reentrant lock of an adapter; raises StorageFailed if the store was closed."""
     with self._lock:
+      if self._closed:
+        raise StorageFailed('The store is closed.')
       lock = self._locks.setdefault(id, threading.RLock())
-    with lock:
-      yield
+      self._changes += 1
+    try:
+      with lock:
+        yield
+    finally:
+      with self._lock:
+        self._changes -= 1
 
   # Samples.
 
@@ -744,6 +797,15 @@ def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
     path.write_text(str(os.getpid()))
   except OSError as error:
     raise UserError(f'{setting} cannot be locked ({first_line(error)}): name a writable place.') from error
+
+
+def _free(place: str) -> int:
+  """Return the free bytes of the disk of a folder; 0 if it cannot be asked."""
+  try:
+    found = os.statvfs(place)
+  except OSError:
+    return 0
+  return found.f_bavail * found.f_frsize
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:

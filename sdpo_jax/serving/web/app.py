@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -70,6 +71,9 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[R
   @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
   async def readyz(request: Request) -> Response:
     if lifetime.ready:
+      why = await run_in_threadpool(lifetime.present.store.unwritable)
+      if why:
+        return JSONResponse({'status': 'storage_failed', 'reason': why}, 503)
       return JSONResponse({'status': 'ready'})
     if lifetime.why_not():
       return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)

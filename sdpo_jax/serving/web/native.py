@@ -23,7 +23,18 @@ from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
 from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
-from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
+from sdpo_jax.serving.web.endpoints import (
+  PAGED,
+  SSE,
+  Incoming,
+  Operation,
+  Reply,
+  incoming,
+  limit_of,
+  page,
+  route,
+  whole,
+)
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 
 if TYPE_CHECKING:
@@ -39,8 +50,10 @@ _HEARTBEAT, _LOOK = 15.0, 1.0
 
 
 def list_adapters(asked: Incoming) -> Reply:
-  """List your adapters."""
-  return Reply({'adapters': [adapter_said(adapter) for adapter in asked.account.adapters()]})
+  """List your adapters, the oldest first."""
+  limit = limit_of(asked.query)
+  found = asked.account.adapters(asked.query.get('after'), limit=limit + 1)
+  return Reply(page('adapters', [adapter_said(adapter) for adapter in found], limit, [each.id for each in found]))
 
 
 def create_adapter(asked: Incoming) -> Reply:
@@ -80,10 +93,13 @@ def undo(asked: Incoming) -> Reply:
 
 def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
-  found = asked.account.versions(asked.adapter)
-  kept = records.in_effect(found)
-  said = [version_said(version) | {'undone': version.reason != 'undo' and version not in kept} for version in found]
-  return Reply({'versions': said})
+  limit, after = limit_of(asked.query), asked.number('after')
+  found = asked.account.versions(asked.adapter, -1 if after is None else after, limit=limit + 1)
+  kept = asked.account.effective(asked.adapter)
+  said = [
+    version_said(version) | {'undone': version.reason != 'undo' and version.number not in kept} for version in found
+  ]
+  return Reply(page('versions', said, limit, [version.number for version in found]))
 
 
 def get_version(asked: Incoming) -> Reply:
@@ -420,7 +436,7 @@ _CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_a
 _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
-  route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
+  route('GET', f'{ROOT}/adapters', list_adapters, query=PAGED, response=schemas.AdaptersSaid),
   route('POST', f'{ROOT}/adapters', create_adapter, body=schemas.CreateAdapter, **_MADE),
   route(
     'POST',
@@ -437,7 +453,7 @@ ROUTES: list[Route] = [
   route(
     'POST', f'{ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
   ),
-  route('GET', f'{ADAPTER}/versions', list_versions, response=schemas.VersionsSaid),
+  route('GET', f'{ADAPTER}/versions', list_versions, query=PAGED, response=schemas.VersionsSaid),
   route('GET', f'{ADAPTER}/versions/{{number}}', get_version, response=schemas.VersionSaid, tagged=True),
   route(
     'GET',

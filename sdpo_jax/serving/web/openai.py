@@ -25,7 +25,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.endpoints import JSON, operation
+from sdpo_jax.serving.web.endpoints import JSON, MOST_LISTED, PAGED, limit_of, operation, page
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
@@ -204,14 +204,30 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
   return {'id': name, 'object': 'model', 'created': int(created), 'owned_by': 'sdpo_jax', **more}
 
 
-def models(account: Account) -> list[dict[str, Any]]:
-  """Return the model and the owner's adapters, each as NAME and as NAME@VERSION of its newest version."""
-  base = account.service.model_name
-  found = [_model(base, 0)]
-  for adapter in account.adapters():
-    for name in (adapter.name, f'{adapter.name}@{adapter.head}'):
+def models(account: Account, after: str | None = None, limit: int = MOST_LISTED) -> dict[str, Any]:
+  """Return a page of the list of the model and the owner's adapters, the oldest first.
+
+  Each adapter is there as NAME and as NAME@VERSION of its newest version.
+
+  Args:
+    account: the account of the client.
+    after: the last model of the page before; None: there is none.
+    limit: the most models of the page.
+
+  Raises:
+    InvalidRequest: there is no model `after`.
+  """
+  base, found, last = account.service.model_name, [], None
+  if after is None:
+    found.append(_model(base, 0))
+  elif after != base:
+    last, _, version = after.partition('@')
+  rows = account.adapters(last, named=True, limit=limit + 1)
+  for adapter in [*([] if last is None or version else [account.service.store.by_name(account.owner, last)]), *rows]:
+    names = (adapter.name, f'{adapter.name}@{adapter.head}')
+    for name in names[adapter.name == last :]:
       found.append(_adapter_model(name, adapter, adapter.head, base))
-  return found
+  return {'object': 'list', **page('data', found, limit, [each['id'] for each in found])}
 
 
 def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -> dict[str, Any]:
@@ -259,11 +275,12 @@ async def chat_completions(request: Request) -> Response:
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 
-@operation()
+@operation(query=PAGED)
 async def list_models(request: Request) -> Response:
   """List the model and your adapters, by name and by name@version."""
-  found = await run_in_threadpool(models, request.state.account)
-  return JSONResponse({'object': 'list', 'data': found})
+  query = request.query_params
+  found = await run_in_threadpool(lambda: as_json(models(request.state.account, query.get('after'), limit_of(query))))
+  return Response(found, media_type=JSON)
 
 
 @operation()
