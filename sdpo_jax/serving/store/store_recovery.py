@@ -19,7 +19,7 @@ from sdpo_jax.files import is_local
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
-from sdpo_jax.serving.store.database import Database, Known
+from sdpo_jax.serving.store.database import ALL, Database, Known
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
@@ -266,7 +266,7 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
   with database.writing(full=True) as rows:
     for one in found:
       adapter = one.head.adapter
-      database.drop_versions(rows, adapter.id, 0, adapter.head + 1)
+      database.drop_versions(rows, adapter.id, 0, ALL)
       for manifest in one.manifests.values():
         database.put_version(rows, manifest)
         if manifest.request is not None:
