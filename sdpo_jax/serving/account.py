@@ -171,11 +171,6 @@ class Account:
     self.adapter(id)
     return self.service.store.versions(self.owner, id, after, **limit)
 
-  def effective(self, id: str) -> set[int]:
-    """Return the numbers of the versions of an adapter that were not undone."""
-    self.adapter(id)
-    return {each.number for each in records.in_effect(self.service.store.database.lineage(id))}
-
   def diff(self, id: str, a: int, b: int) -> dict[str, Any]:
     """Return the distance from version `a` to version `b` of an adapter, as JSON.
 

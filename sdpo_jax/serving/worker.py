@@ -427,8 +427,7 @@ class Worker:
     # to use, and rows stay empty where no waiting request has a place.
     share = max(1, _SHARES * engine.settings.rows // engine.settings.snapshots)
     # A version is loaded when rows would soon be empty, since loading several at once costs little more than one.
-    begun = sum(job.drawing.left for job in self._drawing)
-    busy = begun >= engine.settings.rows + engine.settings.rows // 4
+    busy = sum(job.drawing.left for job in self._drawing) >= 5 * engine.settings.rows // 4
     moved = waits = False
     for job in [job for job in runnable(self._waiting, engine) if isinstance(job, SampleJob)]:
       served = engine.served(job.version)
@@ -437,11 +436,6 @@ class Worker:
         continue
       try:
         drawing = engine.submit(job.version, job.prompt, **job.options)
-      except NoPlaceError:
-        if not self._drawing:
-          self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
-        waits = True
-        continue
       except Exception as error:
         self._refuse(engine, job, error)
         moved = True

@@ -455,7 +455,6 @@ ARGUMENTS = {  # Beside the id.
   'fork': (None, 'x'),
   'delete': (None,),
   'versions': (),
-  'effective': (),
   'version': (0,),
   'diff': (0, 0),
   'undo': (None, 0),

@@ -26,7 +26,7 @@ from sdpo_jax.serving.sessions.session_records import (
   TeacherTexts,
   ToolResult,
 )
-from sdpo_jax.serving.store.database import ALL, Database, put
+from sdpo_jax.serving.store.database import Database, put
 from sdpo_jax.serving.tool_calls import ToolCall
 
 REHEARSAL = 'rehearsal'  # The kind of examples that are learned with others, any number of times.
@@ -44,9 +44,7 @@ def session(database: Database, adapter: str, id: str) -> AgentSession | None:
   return _session(rows[0]) if rows else None
 
 
-def sessions(
-  database: Database, adapter: str, after: AgentSession | None = None, limit: int = ALL
-) -> list[AgentSession]:
+def sessions(database: Database, adapter: str, after: AgentSession | None, limit: int) -> list[AgentSession]:
   """Return the sessions of an adapter, the oldest first, from the one after `after` on."""
   chosen, values = 'adapter = ?', [adapter]
   if after is not None:

@@ -36,6 +36,7 @@ from sdpo_jax.serving.sessions.session_records import (
   ToolResult,
   edited,
 )
+from sdpo_jax.serving.store.database import ALL
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_calls
 
@@ -111,18 +112,17 @@ class Sessions:
     if token is None or not hmac.compare_digest(_digest(token), known.token):
       raise Forbidden('Send the token of the session, from when it was opened, in the header X-Session-Token.')
 
-  def list(self, adapter: str, after: str | None = None, **limit: int) -> list[AgentSession]:
+  def list(self, adapter: str, after: str | None = None, limit: int = ALL) -> list[AgentSession]:
     """Return the sessions of an adapter, the oldest first, from the one after the session `after` on.
 
     Raises:
       InvalidRequest: there is no session `after`.
     """
-    try:
-      last = None if after is None else self.get(adapter, after)
-    except NotFound as error:
-      self._account.adapter(adapter)  # Raises NotFound if that is what does not exist.
-      raise no_such_place(after) from error
-    return session_tables.sessions(self._database, self._account.adapter(adapter).id, last, **limit)
+    id = self._account.adapter(adapter).id
+    last = None if after is None else session_tables.session(self._database, id, after)
+    if last is None and after is not None:
+      raise no_such_place(after)
+    return session_tables.sessions(self._database, id, last, limit)
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session by its id."""

@@ -123,6 +123,7 @@ class Database:
       UserError: a later version of sdpo_jax has written it, or it can be neither opened nor made.
     """
     self._path, self._lock, self._stamp = path, threading.RLock(), stamp
+    self.folder = str(path.parent)
     self.trusted = False  # Whether the last process has closed the file and the root together, in order.
     self.failed = False  # Whether reading or writing has failed since the last successful `check`.
     try:
@@ -154,7 +155,9 @@ class Database:
         self._connection.close()
         self.is_new = True  # The file was not completed.
         return None
-      self.trusted = self._was_closed()
+      tables = self._connection.execute("SELECT name FROM sqlite_master WHERE name = 'closings'").fetchall()
+      stamps = [stamp for (name,) in tables for (stamp,) in self._connection.execute(f'SELECT stamp FROM {name}')]
+      self.trusted = self._stamp is not None and stamps == [self._stamp]
       if not self.trusted and self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         return 'it is damaged'
       [(known,)] = self._connection.execute('SELECT root FROM meta')
@@ -166,12 +169,6 @@ class Database:
       if isinstance(error, sqlite3.OperationalError):
         raise
       return f'it is damaged ({first_line(error)})'
-
-  def _was_closed(self) -> bool:
-    if self._stamp is None:
-      return False
-    there = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'closings'").fetchall()
-    return bool(there) and self._connection.execute('SELECT stamp FROM closings').fetchall() == [(self._stamp,)]
 
   def _connect(self) -> None:
     # Made here, since SQLite gives the files beside it the same permissions.
@@ -209,11 +206,6 @@ class Database:
       with contextlib.suppress(FileNotFoundError):
         os.replace(f'{self._path}{suffix}', f'{aside}{suffix}')
     _logger.warning('%s was renamed to %s, because %s; a new one is filled from the root.', self._path, aside, why)
-
-  @property
-  def folder(self) -> str:
-    """The folder of the file."""
-    return str(self._path.parent)
 
   def close(self) -> None:
     """Close the connection; later calls fail."""

@@ -16,6 +16,7 @@ import math
 import os
 import pathlib
 import secrets
+import shutil
 import threading
 import time
 from typing import Any
@@ -231,8 +232,7 @@ class Store:
     _check_name(owner, name)
     self._settle_all(owner)
     with self._lock:
-      taken = (owner, name) in self._names or self.database.by_name(owner, name) is not None
-      if taken:
+      if (owner, name) in self._names or self.database.by_name(owner, name) is not None:
         raise NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
       self._names.add((owner, name))
     try:
@@ -802,10 +802,9 @@ def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
 def _free(place: str) -> int:
   """Return the free bytes of the disk of a folder; 0 if it cannot be asked."""
   try:
-    found = os.statvfs(place)
+    return shutil.disk_usage(place).free
   except OSError:
     return 0
-  return found.f_bavail * found.f_frsize
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:

@@ -22,8 +22,9 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
-from sdpo_jax.serving.web.endpoints import PAGED, Incoming, Reply, limit_of, operation, page, route
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 from sdpo_jax.serving.web.schemas import Message, Named, Number, PageSaid, RequestBody, ResponseBody, Text, Tokens
 
 # /v1/distill.

@@ -5,7 +5,7 @@ Most handlers are plain functions that run in the thread pool, on validated inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,11 +27,6 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.web.telemetry import Metrics
 
 JSON, SSE = 'application/json', 'text/event-stream'
-MOST_LISTED = 1000  # The largest page of a list, and the default.
-PAGED: Mapping[str, str] = {
-  'after': 'The last_id of the page before; by default the list begins.',
-  'limit': f'The most entries of the page, by default {MOST_LISTED}, which is also the maximum.',
-}
 _ETAG = re.compile(r'"(\d{1,9})"')
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])
 
@@ -110,25 +105,6 @@ class Incoming:
     """
     value = self.query.get(name)
     return None if value is None else whole(value, name)
-
-
-def limit_of(query: Mapping[str, str]) -> int:
-  """Return the most entries of a page that a query asks for.
-
-  Raises:
-    InvalidRequest: it is no number from 1 to `MOST_LISTED`.
-  """
-  limit = whole(query.get('limit', str(MOST_LISTED)), 'limit')
-  if not 1 <= limit <= MOST_LISTED:
-    raise InvalidRequest(f'limit must be a number from 1 to {MOST_LISTED}.', field='limit')
-  return limit
-
-
-def page(name: str, rows: Sequence[Any], limit: int, ids: Sequence[Any]) -> dict[str, Any]:
-  """Return a page of a list as JSON, from one row more than the page has if there are more, and the ids of the rows."""
-  ids = ids[:limit]
-  ends = {'first_id': ids[0], 'last_id': ids[-1]} if ids else {'first_id': None, 'last_id': None}
-  return {name: rows[:limit], **ends, 'has_more': len(rows) > limit}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,19 +23,9 @@ from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
 from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
-from sdpo_jax.serving.web.endpoints import (
-  PAGED,
-  SSE,
-  Incoming,
-  Operation,
-  Reply,
-  incoming,
-  limit_of,
-  page,
-  route,
-  whole,
-)
+from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -95,7 +85,7 @@ def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
   limit, after = limit_of(asked.query), asked.number('after')
   found = asked.account.versions(asked.adapter, -1 if after is None else after, limit=limit + 1)
-  kept = asked.account.effective(asked.adapter)
+  kept = {each.number for each in records.in_effect(asked.account.service.store.database.lineage(asked.adapter))}
   said = [
     version_said(version) | {'undone': version.reason != 'undo' and version.number not in kept} for version in found
   ]

@@ -25,11 +25,12 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.endpoints import JSON, MOST_LISTED, PAGED, limit_of, operation, page
+from sdpo_jax.serving.web.endpoints import JSON, operation
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
+from sdpo_jax.serving.web.pages import MOST_LISTED, PAGED, limit_of, page
 
 # The index of a choice, its new text, the completion once it is finished, and the log-probs of its prompt.
 Part = tuple[int, str, DrawnCompletion | None, Sequence[Position]]
@@ -217,16 +218,16 @@ def models(account: Account, after: str | None = None, limit: int = MOST_LISTED)
   Raises:
     InvalidRequest: there is no model `after`.
   """
-  base, found, last = account.service.model_name, [], None
-  if after is None:
-    found.append(_model(base, 0))
-  elif after != base:
-    last, _, version = after.partition('@')
+  base = account.service.model_name
+  found = [_model(base, 0)] if after is None else []
+  last, _, version = (base if after is None else after).partition('@')
+  last = None if last == base else last
   rows = account.adapters(last, named=True, limit=limit + 1)
-  for adapter in [*([] if last is None or version else [account.service.store.by_name(account.owner, last)]), *rows]:
-    names = (adapter.name, f'{adapter.name}@{adapter.head}')
-    for name in names[adapter.name == last :]:
-      found.append(_adapter_model(name, adapter, adapter.head, base))
+  if last is not None and not version:  # Its newest version is next.
+    rows.insert(0, account.service.store.by_name(account.owner, last))
+  for adapter in rows:
+    names = (adapter.name, f'{adapter.name}@{adapter.head}')[adapter.name == last :]
+    found += [_adapter_model(name, adapter, adapter.head, base) for name in names]
   return {'object': 'list', **page('data', found, limit, [each['id'] for each in found])}
 
 

@@ -146,15 +146,8 @@ def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Samplin
   options = dataclasses.replace(SampleOptions.of(asked), max_tokens=job.max_tokens, stop=asked.stops)
   try:
     for prompt in job.prompts:
-      sampling = account.sample(
-        job.target,
-        prompt.tokens,
-        n=asked.n,
-        options=options,
-        drafts=drafts,
-        messages=prompt.messages,
-        store=asked.store,
-      )
+      more = {'drafts': drafts, 'messages': prompt.messages, 'store': asked.store}
+      sampling = account.sample(job.target, prompt.tokens, n=asked.n, options=options, **more)
       begun.append(sampling)
   except BaseException:
     cancel(begun)

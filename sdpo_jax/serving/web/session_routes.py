@@ -23,8 +23,9 @@ from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, Se
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
-from sdpo_jax.serving.web.endpoints import PAGED, Incoming, Reply, limit_of, page, route, whole
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
 _SESSIONS = f'{native.ADAPTER}/sessions'

@@ -138,7 +138,9 @@ def test_a_name_is_taken_once_and_is_no_id(world):
 
 
 def test_readiness_is_also_that_of_the_storage(world, monkeypatch):
-  monkeypatch.setattr(os, 'statvfs', lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=4096))
+  monkeypatch.setattr(
+    os, 'statvfs', lambda path: types.SimpleNamespace(f_bavail=1, f_bfree=1, f_blocks=9, f_frsize=4096)
+  )
   failed = world.ada.get('/readyz')
   assert failed.status_code == 503
   assert failed.json() == {'status': 'storage_failed', 'reason': 'The disk is full.'}
