@@ -53,6 +53,11 @@ def sessions(database: Database, adapter: str, after: AgentSession | None, limit
   return [_session(row) for row in database.read(query, (*values, limit))]
 
 
+def count(database: Database, adapter: str) -> int:
+  """Return the number of sessions of an adapter."""
+  return database.read('SELECT count(*) FROM sessions WHERE adapter = ?', (adapter,))[0][0]
+
+
 def turns(database: Database, session: str) -> list[SessionTurn]:
   """Return the turns of a session in order."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? ORDER BY n'

@@ -99,7 +99,7 @@ class Sessions:
       if head is None or head.deleted:
         raise NotFound(f'There is no adapter {short_repr(adapter)}.')
       most = service.settings.limits.max_sessions_per_adapter
-      if len(session_tables.sessions(self._database, known.id)) >= most:
+      if session_tables.count(self._database, known.id) >= most:
         raise Forbidden(
           f'The adapter has {most} sessions, the limit (serve.limits.max_sessions_per_adapter): delete one.'
         )

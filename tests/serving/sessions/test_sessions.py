@@ -772,7 +772,7 @@ def test_a_file_without_the_tables_gets_them(tmp_path):
     connection.execute("INSERT INTO feedback (adapter, record) VALUES ('a', '{}')")
   connection.close()
   again = Database(path, 'root')
-  assert session_tables.sessions(again, 'a') == [] and again.feedback('a') == [{}] and not again.is_new
+  assert session_tables.sessions(again, 'a', None, 9) == [] and again.feedback('a') == [{}] and not again.is_new
   again.close()
 
 
