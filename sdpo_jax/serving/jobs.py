@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -138,16 +139,15 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
   found: list[Job] = []
   wanted: set[str] = set()
   forgotten: set[str] = set()
-  there: dict[frozenset[str], bool] = {}  # Many jobs need the same versions.
+  # Many jobs need the same versions.
+  is_there = functools.cache(lambda needs: all(version in present for version in needs))
   for job in jobs:
     if isinstance(job, ForgetJob):
       if job.version not in wanted:
         found.append(job)
       forgotten.add(job.version)
     elif not job.needs & forgotten:
-      if job.needs not in there:
-        there[job.needs] = all(version in present for version in job.needs)
-      if there[job.needs]:
+      if is_there(job.needs):
         found.append(job)
       wanted |= job.needs
   return found

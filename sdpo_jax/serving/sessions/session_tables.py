@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
+import math
 import sqlite3
 
 import numpy as np
@@ -46,11 +47,9 @@ def session(database: Database, adapter: str, id: str) -> AgentSession | None:
 
 def sessions(database: Database, adapter: str, after: AgentSession | None, limit: int) -> list[AgentSession]:
   """Return the sessions of an adapter, the oldest first, from the one after `after` on."""
-  chosen, values = 'adapter = ?', [adapter]
-  if after is not None:
-    chosen, values = f'{chosen} AND (created, id) > (?, ?)', [adapter, after.created, after.id]
-  query = f'SELECT {_SESSION} FROM sessions WHERE {chosen} ORDER BY created, id LIMIT ?'
-  return [_session(row) for row in database.read(query, (*values, limit))]
+  place = (-math.inf, '') if after is None else (after.created, after.id)
+  query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? AND (created, id) > (?, ?) ORDER BY created, id LIMIT ?'
+  return [_session(row) for row in database.read(query, (adapter, *place, limit))]
 
 
 def count(database: Database, adapter: str) -> int:

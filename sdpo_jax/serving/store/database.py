@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -296,13 +297,10 @@ class Database:
     self, owner: str, after: AdapterRecord | None = None, limit: int = ALL, prefix: str = ''
   ) -> list[AdapterRecord]:
     """Return adapters of an owner whose names have a prefix, the oldest first, from the one after `after` on."""
-    chosen, values = 'owner = ? AND deleted = 0', [owner]
-    if after is not None:
-      chosen, values = f'{chosen} AND (created, id) > (?, ?)', [*values, after.created, after.id]
-    if prefix:
-      chosen, values = f'{chosen} AND substr(name, 1, ?) = ?', [*values, len(prefix), prefix]
+    place = (-math.inf, '') if after is None else (after.created, after.id)
+    chosen = 'owner = ? AND deleted = 0 AND (created, id) > (?, ?) AND substr(name, 1, ?) = ?'
     query = f'SELECT {_ADAPTER} FROM adapters WHERE {chosen} ORDER BY created, id LIMIT ?'
-    return [_known(row).head.adapter for row in self.read(query, (*values, limit))]
+    return [_known(row).head.adapter for row in self.read(query, (owner, *place, len(prefix), prefix, limit))]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""

@@ -221,9 +221,8 @@ def models(account: Account, after: str | None = None, limit: int = MOST_LISTED)
   base = account.service.model_name
   found = [_model(base, 0)] if after is None else []
   last, _, version = (base if after is None else after).partition('@')
-  last = None if last == base else last
-  rows = account.adapters(last, named=True, limit=limit + 1)
-  if last is not None and not version:  # Its newest version is next.
+  rows = account.adapters(None if last == base else last, named=True, limit=limit + 1)
+  if last != base and not version:  # Its newest version is next.
     rows.insert(0, account.service.store.by_name(account.owner, last))
   for adapter in rows:
     names = (adapter.name, f'{adapter.name}@{adapter.head}')[adapter.name == last :]
