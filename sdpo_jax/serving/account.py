@@ -97,6 +97,7 @@ class Account:
 
     Raises:
       InvalidRequest: the name or a setting is not allowed, or another model, rank or alpha is served.
+      NameTaken: the owner has an adapter of that name.
       Forbidden: the owner has as many adapters as the limit allows.
     """
     self._check_served(base_model, rank, alpha)
@@ -119,7 +120,7 @@ class Account:
       raise InvalidRequest('A new adapter has no versions to pin yet: pin one when it is there.', field='settings')
     records.check_name(name, self.service.model_name)
     with self.service.turns.of(('owner', self.owner), self.call):
-      if len(store.adapters(self.owner)) >= limit:
+      if store.count(self.owner) >= limit:
         raise Forbidden(f'You have {limit} adapters, the limit (serve.limits.max_adapters_per_owner): delete one.')
       with self.service.commits.of(self.call):
         made, version = store.create(
@@ -129,9 +130,23 @@ class Account:
     self.service.events.add(made.id, 'committed', {'version': version.number, 'reason': reason})
     return made, version
 
-  def adapters(self) -> list[AdapterRecord]:
-    """Return the owner's adapters, the oldest first."""
-    return self.service.store.adapters(self.owner)
+  def adapters(self, after: str | None = None, *, named: bool = False, **only: Any) -> list[AdapterRecord]:
+    """Return the owner's adapters, the oldest first.
+
+    Args:
+      after: the id (or if `named`, the name) of the last adapter already seen; None: begin with the oldest.
+      named: whether `after` is a name.
+      **only: `limit` and `prefix`, see `Database.of_owner`.
+
+    Raises:
+      InvalidRequest: there is no adapter `after`.
+    """
+    store = self.service.store
+    try:
+      last = None if after is None else (store.by_name if named else store.adapter)(self.owner, after)
+    except NotFound as error:
+      raise records.no_such_place(after) from error
+    return store.adapters(self.owner, last, **only)
 
   def change(
     self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
@@ -168,10 +183,10 @@ class Account:
 
   # Versions.
 
-  def versions(self, id: str) -> list[Version]:
-    """Return the versions of an adapter, the oldest first."""
+  def versions(self, id: str, after: int = -1, **limit: int) -> list[Version]:
+    """Return the versions of an adapter with numbers above `after`, the oldest first, at most `limit`."""
     self.adapter(id)
-    return self.service.store.versions(self.owner, id)
+    return self.service.store.versions(self.owner, id, after, **limit)
 
   def diff(self, id: str, a: int, b: int) -> dict[str, Any]:
     """Return the distance from version `a` to version `b` of an adapter, as JSON.
@@ -186,7 +201,7 @@ class Account:
     found = differences.changes(served.adapter, served.table, *map(_factors, map(store.arrays, (before, after))))
     largest = sorted(found, key=lambda each: -each.change)[:_LARGEST]
     first, last = sorted((a, b))
-    between = [version for version in self.versions(id) if first < version.number <= last]
+    between = [version for version in self.versions(id, first, limit=last - first) if version.number <= last]
     return {
       'from': a,
       'to': b,
@@ -212,7 +227,7 @@ class Account:
     """
     with self.turn(id, expected) as adapter:
       if to is None:
-        newest, *earlier = records.in_effect(self.versions(id))
+        newest, *earlier = records.in_effect(self.service.store.database.lineage(id))
         if newest.parent is None:
           raise InvalidRequest(f'Version {newest.number} is the first one: there is nothing to undo.', field='to')
         if not earlier:
@@ -311,6 +326,7 @@ class Account:
     options: SampleOptions | None = None,
     drafts: bool = False,
     messages: Sequence[Mapping[str, Any]] | None = None,
+    store: bool = True,
   ) -> Sampling:
     """Start sampling completions of a prompt; each is stored as a sample, to which feedback can refer.
 
@@ -321,6 +337,7 @@ class Account:
       options: sampling options; None: the defaults.
       drafts: whether to yield drafts, too.
       messages: the conversation that the prompt was rendered from; None: it was a text or tokens.
+      store: whether to keep the samples and, on the devices, their keys and values; if not, samples have an empty id.
 
     Raises:
       InvalidRequest: an option is not allowed.
@@ -336,7 +353,7 @@ class Account:
         target.engine_name,
         prompt_tokens,
         **self.call.work,
-        owner=self.owner,
+        owner=self.owner if store else None,
         drafts=drafts,
         n=n,
         step=0,
@@ -348,7 +365,7 @@ class Account:
       self.call.spend('sampled', len(done.tokens) - options.max_tokens)
       now, tokens = service.clock(), done.tokens.tolist()
       sample = SampleRecord(
-        id=f'smp-{secrets.token_hex(12)}',
+        id=f'smp-{secrets.token_hex(12)}' if store else '',
         owner=self.owner,
         adapter=None if target.adapter is None else target.adapter.id,
         version=target.number,
@@ -362,7 +379,8 @@ class Account:
         created=now,
         expires=now + service.settings.store.sample_ttl_s,
       )
-      service.store.keep_sample(sample)
+      if store:
+        service.store.keep_sample(sample)
       return sample
 
     return Sampling(

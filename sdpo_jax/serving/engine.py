@@ -188,6 +188,8 @@ class Engine:
     )
     self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
     self._sampling: list[tuple[Handle, str]] = []
+    self._loaded = False  # Whether versions were put into places since the last turn.
+    self._served = [0] * settings.snapshots  # By place: the samples begun since it got its version.
     sizes = CompiledSizes(
       topk=settings.topk,
       rows=settings.training_rows,
@@ -413,6 +415,14 @@ class Engine:
 
   # Sampling.
 
+  def served(self, version: str) -> int | None:
+    """Return how many samples a version has begun since it was loaded, 0 if it can be; None: all snapshots are used."""
+    places = self._snapshot_places
+    index = places.index(version)
+    if index is not None:
+      return self._served[index]
+    return None if places.full and version != BASE else 0
+
   def submit(
     self, version: str, prompt: Sequence[int], *, owner: str | None = None, **options: Unpack[SamplingOptions]
   ) -> Handle:
@@ -438,7 +448,7 @@ class Engine:
       if not place.filled:
         self._resident.release(lambda weights: weights.member == place.index)
         self._snapshots.put(place.index, self._tree(arrays, _FACTORS))
-        self._resident.use(self._snapshots.factors)
+        self._served[place.index], self._loaded = 0, True
       handle = self._resident.submit(prompt, weights=Weights(place.index, version), owner=owner, **options)
     except BaseException:
       self._snapshot_places.let_go(version)
@@ -446,6 +456,7 @@ class Engine:
         self._snapshot_places.forget(version)
       raise
     self._sampling.append((handle, version))
+    self._served[place.index] += handle.left
     return handle
 
   def cancel(self, handle: Handle) -> None:
@@ -454,6 +465,9 @@ class Engine:
 
   def turn(self) -> bool:
     """Decode one chunk of tokens in all rows; return whether any request is in progress."""
+    if self._loaded:  # The sampler's copy of the pool is made once for all versions that were loaded since.
+      self._resident.use(self._snapshots.factors)
+      self._loaded = False
     busy = self._resident.turn()
     self._let_go()
     return busy
@@ -781,7 +795,7 @@ def pool_functions(policy: DecoderPolicy) -> dict[str, Callable[..., Any]]:
   pool_lies = mesh and lora_pool.shardings(table, mesh)
   slots_lie = mesh and training_pool.shardings(table, mesh)
   return {
-    'with_member': jax.jit(lora_pool.with_member, out_shardings=pool_lies),
+    'with_member': jax.jit(lora_pool.with_member, donate_argnums=0, out_shardings=pool_lies),
     'put_slot': jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie),
     'get_slot': jax.jit(training_pool.slot_of),
   }

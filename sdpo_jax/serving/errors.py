@@ -66,6 +66,12 @@ class InFlight(ServiceError):
   status, code = 409, 'in_flight'
 
 
+class NameTaken(ServiceError):
+  """The owner has an adapter of that name."""
+
+  status, code = 409, 'name_taken'
+
+
 class _StateConflict(ServiceError):
   """The state is at `current`, and the request assumes another one."""
 

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
+import functools
 import heapq
 from typing import Any
 
@@ -56,7 +57,6 @@ class SampleJob(Job):
   options: Mapping[str, Any]
   cancelled: bool = False
   drawing: Drawing | None = None
-  passed: int = 0  # How many later jobs have overtaken it while no place was free for its version.
   _begun: concurrent.futures.Future[Drawing] = dataclasses.field(default_factory=concurrent.futures.Future)
   _why: ServiceError | None = None  # The error that ended it.
 
@@ -161,13 +161,15 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
   found: list[Job] = []
   wanted: set[str] = set()
   forgotten: set[str] = set()
+  # Many jobs need the same versions.
+  is_there = functools.cache(lambda needs: all(version in present for version in needs))
   for job in jobs:
     if isinstance(job, ForgetJob):
       if job.version not in wanted:
         found.append(job)
       forgotten.add(job.version)
     elif not job.needs & forgotten:
-      if all(version in present for version in job.needs):
+      if is_there(job.needs):
         found.append(job)
       wanted |= job.needs
   return found

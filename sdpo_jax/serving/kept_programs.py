@@ -108,8 +108,8 @@ class KeptPrograms:
 def _kind(leaf: Any) -> Hashable:
   """Return what a program depends on in an argument: shape, dtype and, on several devices, the sharding."""
   if isinstance(leaf, jax.Array) and leaf.committed and len(leaf.sharding.device_set) > 1:
-    return leaf.shape, leaf.dtype.name, leaf.sharding
-  return leaf.shape, leaf.dtype.name
+    return leaf.shape, leaf.dtype, leaf.sharding
+  return leaf.shape, leaf.dtype
 
 
 def _label(name: str, arguments: tuple[Any, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
+_ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.
 _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<number>\d{1,9}))?')
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
@@ -62,7 +63,19 @@ class OptimizerState:
   average_of: int | None  # The number of the version whose average it is; None: there is none.
 
 
-def in_effect(versions: Sequence[Version]) -> list[Version]:
+@dataclasses.dataclass(frozen=True)
+class Ancestor:
+  """What says which versions are in effect: a version without its details."""
+
+  number: int
+  parent: int | None
+  reason: Reason
+
+
+_Made = TypeVar('_Made', Version, Ancestor)
+
+
+def in_effect(versions: Sequence[_Made]) -> list[_Made]:
   """Return the versions whose learning the newest one holds, the newest first: all but undone ones and undos.
 
   Args:
@@ -144,7 +157,7 @@ class Reference:
 
 
 def check_name(name: str, taken: str) -> None:
-  """Raise InvalidRequest if a name for a new adapter is invalid, or means the model without an adapter.
+  """Raise InvalidRequest if a name for a new adapter is invalid, or means something else.
 
   Args:
     name: the name that a user has chosen.
@@ -156,6 +169,8 @@ def check_name(name: str, taken: str) -> None:
       'underscores, beginning with a letter or a digit.',
       field='name',
     )
+  if _ID.fullmatch(name):
+    raise InvalidRequest(f'{name} looks like an id of this service: choose another name.', field='name')
   if name in (BASE_NAME, taken):
     raise InvalidRequest(f'{name} means the model without an adapter: choose another name.', field='name')
 
@@ -180,6 +195,11 @@ def parse(text: str) -> Reference:
     raise unknown(text)
   number = found['number']
   return Reference(found['adapter'], None if number is None else int(number), is_id)
+
+
+def no_such_place(after: str) -> InvalidRequest:
+  """Return the error for a page after something that does not exist, or does not any more."""
+  return InvalidRequest(f'There is no {short_repr(after)} to go on after: begin again, without after.', field='after')
 
 
 def unknown(text: str) -> NotFound:

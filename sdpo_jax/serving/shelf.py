@@ -181,6 +181,15 @@ class Places:
   def __contains__(self, version: Hashable) -> bool:
     return version in self._index
 
+  def index(self, version: Hashable) -> int | None:
+    """Return the index of a version in the pool; None: it has no place."""
+    return self._index.get(version)
+
+  @property
+  def full(self) -> bool:
+    """Whether every place is in use, so that no further version can get one."""
+    return not self._free and not self._idle
+
   def take(self, version: Hashable) -> Place:
     """Return the place of a version for one use; a version without a place gets one.
 

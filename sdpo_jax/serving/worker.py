@@ -44,6 +44,7 @@ Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
 _BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
 _RECENT = 10.0  # Seconds after which a payer without new work is not reckoned with.
+_FILLS = 8  # How often a version fills its share of the rows before it lets others have its place.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _LEAST_VERSIONS = 2  # That fit into memory in any case, with their optimizer states.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
@@ -447,22 +448,25 @@ class Worker:
 
   def _begin(self, engine: Engine) -> bool:
     """Start sampling for every waiting request that can start; return whether any did."""
-    moved, passed, ahead = False, [], collections.Counter()
+    # While others wait for a place, a version that has one begins this many samples: a place costs more to fill than
+    # to use, and rows stay empty where no waiting request has a place.
+    rows = engine.settings.rows
+    share = max(1, _FILLS * rows // engine.settings.snapshots)
+    moved, waits, ahead = False, False, collections.Counter()
     for job in self._drawing:
       ahead[job.payer] += job.drawing.left
     for job in fair_order(runnable(self._waiting, engine), self._shares):
       # Samples that would wait long for rows must not hold places for versions meanwhile, which others may need.
-      if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * engine.settings.rows:
+      if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * rows:
         continue
-      if any(earlier.passed >= engine.settings.rows for earlier in passed):
-        break  # That one was overtaken often enough, and gets the next free place.
+      served = engine.served(job.version)
+      # A version is loaded when rows would soon be empty, since loading several at once costs little more than one.
+      busy = ahead[job.payer] >= 5 * rows // 4
+      if served is None or (waits and served >= share) or (busy and job.needs and not served):
+        waits = True
+        continue
       try:
         drawing = engine.submit(job.version, job.prompt, payer=job.payer, **job.options)
-      except NoPlaceError:
-        if not self._drawing:
-          self._end(engine, job, Busy('All places for versions are in use: retry.', retry_after=1.0), 'failed')
-        passed.append(job)
-        continue
       except Exception as error:
         self._refuse(engine, job, error)
         moved = True
@@ -472,8 +476,6 @@ class Worker:
       job.begin(drawing)
       self._drawing.append(job)
       ahead[job.payer] += drawing.left
-      for earlier in passed:
-        earlier.passed += 1
       moved = True
     return moved
 

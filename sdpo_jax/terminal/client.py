@@ -92,8 +92,7 @@ class ServiceClient:
 
   def adapter(self, name: str) -> dict[str, Any]:
     """Return the adapter with this name or id; if there is none, create one with the name."""
-    found = self.get(_ROOT, 'adapters')['adapters']
-    for adapter in found:
+    for adapter in self._listed(_ROOT, 'adapters'):
       if name in (adapter['name'], adapter['id']):
         return adapter
     return self.post(_ROOT, {'name': name}, 'id')
@@ -104,7 +103,16 @@ class ServiceClient:
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
     """Return the stored versions of an adapter, the oldest first."""
-    return self.get(f'{_ROOT}/{adapter}/versions', 'versions')['versions']
+    return list(self._listed(f'{_ROOT}/{adapter}/versions', 'versions'))
+
+  def _listed(self, path: str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a list, page by page."""
+    more, after = True, {}
+    while more:
+      page = self.get(path, name, **after)
+      yield from page[name]
+      # Services of earlier versions have no pages.
+      more, after = page.get('has_more', False), {'after': page.get('last_id')}
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
     """Return how far the matrices of two versions are apart, in Frobenius norms."""

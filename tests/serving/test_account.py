@@ -23,6 +23,7 @@ from sdpo_jax.serving.errors import (
   Deadline,
   Forbidden,
   InvalidRequest,
+  NameTaken,
   NotFound,
   ServiceError,
   VersionConflict,
@@ -121,8 +122,9 @@ def test_what_cannot_be_made_is_refused_by_its_field(ada, arguments, field, why)
 
 def test_names_are_an_owners_own(ada, service):
   ada.create('same')
-  with pytest.raises(InvalidRequest, match='already'):
+  with pytest.raises(NameTaken, match='already') as raised:
     ada.create('same')
+  assert raised.value.status == 409
   other, _ = Account(service, 'somebody').create('same')
   assert Account(service, 'somebody').resolve('same').adapter == other
 

@@ -85,11 +85,14 @@ def test_no_bit_of_a_version_depends_on_what_is_done_beside_it(model, tmp_path, 
 def test_samples_of_versions_are_those_of_an_engine_with_that_version_alone(model, tmp_path):
   engine = start(model, tmp_path / 'shelf')
   handles = [(index, engine.submit(f'{index}@0', [3, 4, 5], n=2, seed=7, step=0, max_tokens=8)) for index in range(3)]
+  assert [engine.served(version) for version in ('0@0', '3@0', BASE)] == [2, None, 0]
   with pytest.raises(NoPlaceError):
     engine.submit('3@0', [3, 4, 5], n=1, seed=7, step=0, max_tokens=8)
   while engine.turn():
     pass
+  assert [engine.served(version) for version in ('0@0', '3@0')] == [2, 0]
   assert engine.submit('3@0', [3, 4, 5], n=1, seed=7, step=0, max_tokens=8) is not None
+  assert [engine.served(version) for version in ('0@0', '3@0', '2@0')] == [0, 1, 2]  # The first place was given away.
   for index, handle in handles:
     alone = start(model, tmp_path / f'alone{index}')
     for one, other in zip(handle.result(), sample(alone, f'{index}@0', seed=7), strict=True):

@@ -46,12 +46,15 @@ def test_no_path_and_no_other_address_is_taken(uri):
     records.parse(uri)
 
 
-@pytest.mark.parametrize('name', ['', 'a b', 'a/b', 'a@1', '-a', 'a' * 65, 'base', 'tiny', 7, 'ä'])
+@pytest.mark.parametrize(
+  'name', ['', 'a b', 'a/b', 'a@1', '-a', 'a' * 65, 'base', 'tiny', 7, 'ä', 'ad-0123456789abcdef', f'smp-{"0" * 24}']
+)
 def test_a_name_is_short_and_plain_and_not_the_models(name):
   with pytest.raises(InvalidRequest) as raised:
     records.check_name(name, 'tiny')
   assert raised.value.field == 'name'
-  records.check_name('my-adapter_2.0', 'tiny')
+  for name in ('my-adapter_2.0', 'ad-hoc', 'ad-cafe', 'ad-0123456789abcdeg'):
+    records.check_name(name, 'tiny')
 
 
 def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():

@@ -15,12 +15,15 @@ from sdpo_jax.serving.shelf import NoPlaceError, Places, Shelf
 
 def test_the_place_that_was_let_go_longest_ago_is_given_away_first():
   places = Places(2)
+  assert places.index('a') is None and not places.full
   first, second = places.take('a'), places.take('b')
+  assert places.full and places.index('b') == second.index
   assert {first.index, second.index} == {0, 1} and not first.filled and not second.filled
   with pytest.raises(NoPlaceError, match='All 2 places'):
     places.take('c')
   places.let_go('b')
   places.let_go('a')
+  assert not places.full and places.index('a') == first.index  # It keeps its place until another needs it.
   assert places.take('b').filled
   third = places.take('c')
   assert third.index == first.index and not third.filled and 'a' not in places

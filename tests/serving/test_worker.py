@@ -45,6 +45,7 @@ class Stand:
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()
+    self.begun = collections.Counter()  # Samples of a version since it got its place.
     self.broken = collections.Counter()  # Calls of a method until it fails; negative: it fails from then on.
     self.gates = {}  # Events that a method waits for.
 
@@ -92,6 +93,12 @@ class Stand:
     for name in (version, optimizer_name(version)):
       self.versions.pop(name, None)
 
+  def served(self, version):
+    if version == BASE or self.places[version]:
+      return self.begun[version]
+    self.begun[version] = 0
+    return None if sum(map(bool, self.places.values())) == self.settings.snapshots else 0
+
   def submit(self, version, prompt, *, max_tokens=1, **options):
     if version != BASE and not self.places[version] and sum(map(bool, self.places.values())) == self.settings.snapshots:
       raise NoPlaceError('All places are in use.')
@@ -100,6 +107,7 @@ class Stand:
       raise UserError('The prompt is empty.')
     drawing = Drawing(version, max_tokens)
     self.places[version] += version != BASE
+    self.begun[version] += options.get('n', 1)
     self.drawings.append(drawing)
     return drawing
 
@@ -146,7 +154,8 @@ class Stand:
 
 class Drawing:
   def __init__(self, version, turns):
-    self.version, self.turns, self.left, self.cancelled = version, turns, 1, False
+    self.version, self.turns, self.cancelled = version, turns, False
+    self.left = 1  # Samples.
     self._future = concurrent.futures.Future()
 
   def end(self, error):
@@ -338,15 +347,29 @@ def test_whoever_waits_for_a_place_gets_one(made):
   for version in '123':
     made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
   gates = held(made, 'turn')
-  handles = [made.worker.sample(f'{version}@0', [1], max_tokens=4) for version in (1, 2)]
+  handles = [made.worker.sample(f'{version}@0', [1], n=2, max_tokens=4 * version**4) for version in (1, 2)]
   until(lambda: made.log[-1] == ('turn',))
   waits = made.worker.sample('3@0', [1], max_tokens=1)
-  later = [made.worker.sample('1@0', [1], max_tokens=4) for _ in range(4)]
+  later = [made.worker.sample('1@0', [1], n=2, max_tokens=4) for _ in range(5)]
   gates['turn'].set()
   for handle in (*handles, waits, *later):
     handle.result()
   order = [each[1] for each in made.log if each[0] == 'submit']
-  assert order == ['1@0', '2@0', '1@0', '1@0', '3@0', '1@0', '1@0']
+  # Eight samples: eight times the share of a version in the rows, which is one row here.
+  assert order == ['1@0', '2@0', '1@0', '1@0', '1@0', '3@0', '1@0', '1@0']
+
+
+def test_a_version_is_loaded_only_when_rows_would_be_empty(made):
+  for version in '12':
+    made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
+  gates = held(made, 'turn')
+  running = [made.worker.sample('1@0', [1], max_tokens=turns) for turns in (3, 9)]
+  until(lambda: made.log[-1] == ('turn',))
+  later = [made.worker.sample(version, [1], max_tokens=1) for version in ('2@0', '1@0', BASE)]
+  gates['turn'].set()
+  for handle in (*running, *later):
+    handle.result()
+  assert [each[1] for each in made.log if each[0] == 'submit'] == ['1@0', '1@0', '1@0', BASE, '2@0']
 
 
 ADA, BOB = Payer('ada'), Payer('bob')

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
+import math
 import sqlite3
 
 import numpy as np
@@ -44,10 +45,16 @@ def session(database: Database, adapter: str, id: str) -> AgentSession | None:
   return _session(rows[0]) if rows else None
 
 
-def sessions(database: Database, adapter: str) -> list[AgentSession]:
-  """Return the sessions of an adapter, the oldest first."""
-  query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? ORDER BY created, id'
-  return [_session(row) for row in database.read(query, (adapter,))]
+def sessions(database: Database, adapter: str, after: AgentSession | None, limit: int) -> list[AgentSession]:
+  """Return the sessions of an adapter, the oldest first, from the one after `after` on."""
+  place = (-math.inf, '') if after is None else (after.created, after.id)
+  query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? AND (created, id) > (?, ?) ORDER BY created, id LIMIT ?'
+  return [_session(row) for row in database.read(query, (adapter, *place, limit))]
+
+
+def count(database: Database, adapter: str) -> int:
+  """Return the number of sessions of an adapter."""
+  return database.read('SELECT count(*) FROM sessions WHERE adapter = ?', (adapter,))[0][0]
 
 
 def turns(database: Database, session: str) -> list[SessionTurn]:

@@ -19,6 +19,7 @@ from sdpo_jax.environments.workspace import tools
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
+from sdpo_jax.serving.records import no_such_place
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import examples, proposing, replaying, session_tables, teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, dialogue_of, template_of, written_by
@@ -35,6 +36,7 @@ from sdpo_jax.serving.sessions.session_records import (
   ToolResult,
   edited,
 )
+from sdpo_jax.serving.store.database import ALL
 from sdpo_jax.serving.store.store import IdempotentRequest
 from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_calls
 
@@ -97,7 +99,7 @@ class Sessions:
       if head is None or head.deleted:
         raise NotFound(f'There is no adapter {short_repr(adapter)}.')
       most = service.settings.limits.max_sessions_per_adapter
-      if len(session_tables.sessions(self._database, known.id)) >= most:
+      if session_tables.count(self._database, known.id) >= most:
         raise Forbidden(
           f'The adapter has {most} sessions, the limit (serve.limits.max_sessions_per_adapter): delete one.'
         )
@@ -110,9 +112,17 @@ class Sessions:
     if token is None or not hmac.compare_digest(_digest(token), known.token):
       raise Forbidden('Send the token of the session, from when it was opened, in the header X-Session-Token.')
 
-  def list(self, adapter: str) -> list[AgentSession]:
-    """Return the sessions of an adapter, the oldest first."""
-    return session_tables.sessions(self._database, self._account.adapter(adapter).id)
+  def list(self, adapter: str, after: str | None = None, limit: int = ALL) -> list[AgentSession]:
+    """Return the sessions of an adapter, the oldest first, from the one after the session `after` on.
+
+    Raises:
+      InvalidRequest: there is no session `after`.
+    """
+    id = self._account.adapter(adapter).id
+    last = None if after is None else session_tables.session(self._database, id, after)
+    if last is None and after is not None:
+      raise no_such_place(after)
+    return session_tables.sessions(self._database, id, last, limit)
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session by its id."""

@@ -59,6 +59,7 @@ class Blobs(Protocol):
   """The blobs below one root; any thread may call. A failed read or write raises StorageFailed, naming the blob."""
 
   name: str  # The name of the root, for messages.
+  failed: bool  # Whether a read or write has failed; whoever has seen writing succeed resets it.
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     """Write new blobs, by their names below `folder`; those in `last` become visible after the others.
@@ -128,7 +129,7 @@ class LocalBlobs:
       raise UserError(
         f'serve.store.root={root} cannot be made ({first_line(error)}): name a folder that can be written to.'
       ) from error
-    self.name, self._root = str(root), root
+    self.name, self._root, self.failed = str(root), root, False
     self._pool = ThreadPoolExecutor(SYNCS, thread_name_prefix='blobs')
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
@@ -226,6 +227,7 @@ class LocalBlobs:
     except (FileNotFoundError, FileExistsError):
       raise
     except OSError as error:
+      self.failed = True
       raise StorageFailed(
         f'{path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and retry; '
         'nothing that was acknowledged is lost.'
@@ -310,7 +312,7 @@ class RemoteBlobs:
       raise UserError(
         f'serve.store.root={url} needs the package obstore: install sdpo_jax[serve], or name a local folder.'
       ) from error
-    self.name, self._obstore, self._errors = url.rstrip('/'), obstore, exceptions
+    self.name, self._obstore, self._errors, self.failed = url.rstrip('/'), obstore, exceptions, False
     try:
       if url.startswith('memory://'):
         self._store = _memory.setdefault(url, obstore.store.MemoryStore())
@@ -390,6 +392,7 @@ class RemoteBlobs:
     except (FileNotFoundError, FileExistsError, StorageFailed):
       raise
     except (self._errors.BaseError, OSError) as error:
+      self.failed = True
       raise StorageFailed(
         f'{self.name}/{key} cannot be read or written ({first_line(error)}): check that the store can be reached and '
         'that the account may write to it, and retry; nothing that was acknowledged is lost.'

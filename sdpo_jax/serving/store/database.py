@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import pathlib
 import secrets
@@ -22,11 +23,12 @@ import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.errors import StorageFailed
-from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
+from sdpo_jax.serving.records import AdapterRecord, Ancestor, SampleRecord, Version
 from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.versions import Head, RequestId, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
+ALL = 2**62  # More than there are rows.
 SCHEMA = 2  # `user_version` of the file.
 # Texts are stored as JSON in ASCII, since clients' texts may not be valid UTF-8.
 _TABLES = """
@@ -65,6 +67,9 @@ CREATE TABLE session_examples (
   state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
   record TEXT NOT NULL, UNIQUE (session, n, kind));
 CREATE INDEX session_examples_of_adapter ON session_examples (adapter, state);
+CREATE INDEX sessions_by_age ON sessions (adapter, created, id);
+CREATE INDEX adapters_by_age ON adapters (owner, deleted, created, id);
+CREATE TABLE closings (stamp TEXT NOT NULL);
 CREATE TABLE shrunk (adapter TEXT PRIMARY KEY, head INTEGER NOT NULL);
 CREATE TABLE usage (
   key TEXT NOT NULL, day INTEGER NOT NULL, kind TEXT NOT NULL, amount INTEGER NOT NULL, PRIMARY KEY (key, day, kind))
@@ -107,7 +112,7 @@ class RequestRow:
 class Database:
   """The only connection to the database file; any thread may call."""
 
-  def __init__(self, path: pathlib.Path, root: str):
+  def __init__(self, path: pathlib.Path, root: str, stamp: str | None = None):
     """Open the file, or make a new one.
 
     A file that belongs to another root or is damaged is moved aside and replaced by a new one.
@@ -115,11 +120,15 @@ class Database:
     Args:
       path: the path of the file; no other process may use it.
       root: the id of the root that it belongs to.
+      stamp: the stamp of the root's last orderly end; None: it has none.
 
     Raises:
       UserError: a later version of sdpo_jax has written it, or it can be neither opened nor made.
     """
-    self._path, self._lock = path, threading.RLock()
+    self._path, self._lock, self._stamp = path, threading.RLock(), stamp
+    self.folder = str(path.parent)
+    self.trusted = False  # Whether the last process has closed the file and the root together, in order.
+    self.failed = False  # Whether reading or writing has failed since the last successful `check`.
     try:
       make_private(path.parent)
       self.is_new = not path.exists()
@@ -152,7 +161,10 @@ class Database:
         self._connection.close()
         self.is_new = True  # The file was not completed.
         return None
-      if self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
+      tables = self._connection.execute("SELECT name FROM sqlite_master WHERE name = 'closings'").fetchall()
+      stamps = [stamp for (name,) in tables for (stamp,) in self._connection.execute(f'SELECT stamp FROM {name}')]
+      self.trusted = self._stamp is not None and stamps == [self._stamp]
+      if not self.trusted and self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         return 'it is damaged'
       [(known,)] = self._connection.execute('SELECT root FROM meta')
       if known != root:
@@ -183,6 +195,7 @@ class Database:
 
   def _move_aside(self, why: str) -> None:
     self._connection.close()
+    self.trusted = False
     aside = self._path.with_name(f'{self._path.name}.{secrets.token_hex(4)}.aside')
     for suffix in ('-wal', '-shm', ''):
       with contextlib.suppress(FileNotFoundError):
@@ -235,10 +248,28 @@ class Database:
     try:
       yield
     except sqlite3.Error as error:
+      self.failed = True
       raise StorageFailed(
         f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and '
         'retry; if the file is damaged, restart the service, which rebuilds it from the root.'
       ) from error
+
+  def check(self) -> None:
+    """Write what is there already; raises StorageFailed if the file cannot be written."""
+    with self.writing(full=True) as rows:
+      rows.execute('UPDATE meta SET root = root')
+    self.failed = False
+
+  def unfinished(self) -> bool:
+    """Return whether the next start has something to finish or to read again."""
+    tables = 'adapters WHERE deleted != 0', 'intents', 'versions WHERE damaged IS NOT NULL'
+    return any(self.read(f'SELECT 1 FROM {table} LIMIT 1') for table in tables)
+
+  def put_stamp(self, stamp: str) -> None:
+    """Store the stamp of an orderly end, for the next start."""
+    with self.writing(full=True) as rows:
+      rows.execute('DELETE FROM closings')
+      put(rows, 'closings', {'stamp': stamp})
 
   # Adapters.
 
@@ -251,14 +282,23 @@ class Database:
     """Return the entries of all adapters."""
     return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
 
-  def of_owner(self, owner: str) -> list[AdapterRecord]:
-    """Return the adapters of an owner, the oldest first."""
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND NOT deleted ORDER BY created, id'
-    return [_known(row).head.adapter for row in self.read(query, (owner,))]
+  def count(self, owner: str) -> int:
+    """Return the number of adapters of an owner."""
+    found = self.read('SELECT count(*) FROM adapters WHERE owner = ? AND deleted = 0', (owner,))
+    return found[0][0] if found else 0
+
+  def of_owner(
+    self, owner: str, after: AdapterRecord | None = None, limit: int = ALL, prefix: str = ''
+  ) -> list[AdapterRecord]:
+    """Return adapters of an owner whose names have a prefix, the oldest first, from the one after `after` on."""
+    place = (-math.inf, '') if after is None else (after.created, after.id)
+    chosen = 'owner = ? AND deleted = 0 AND (created, id) > (?, ?) AND substr(name, 1, ?) = ?'
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE {chosen} ORDER BY created, id LIMIT ?'
+    return [_known(row).head.adapter for row in self.read(query, (owner, *place, len(prefix), prefix, limit))]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND deleted = 0 ORDER BY created, id LIMIT 1'
     rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
@@ -302,10 +342,16 @@ class Database:
 
   # Versions.
 
-  def versions(self, adapter: str) -> list[KnownVersion]:
-    """Return the versions of an adapter in order."""
-    query = f'SELECT {_VERSION} FROM versions WHERE adapter = ? ORDER BY number'
-    return [_known_version(row) for row in self.read(query, (adapter,))]
+  def versions(self, adapter: str, after: int = -1, limit: int = ALL, *, intact: bool = False) -> list[KnownVersion]:
+    """Return versions of an adapter, or only `intact` ones, with numbers above `after` in order."""
+    chosen = 'adapter = ? AND number > ?' + ' AND damaged IS NULL' * intact
+    query = f'SELECT {_VERSION} FROM versions WHERE {chosen} ORDER BY number LIMIT ?'
+    return [_known_version(row) for row in self.read(query, (adapter, after, limit))]
+
+  def lineage(self, adapter: str) -> list[Ancestor]:
+    """Return the intact versions of an adapter in order, without their details."""
+    query = 'SELECT number, parent, reason FROM versions WHERE adapter = ? AND damaged IS NULL ORDER BY number'
+    return [Ancestor(*row) for row in self.read(query, (adapter,))]
 
   def version(self, adapter: str, number: int) -> KnownVersion | None:
     """Return a version of an adapter; None: there is none."""

@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import secrets
+import shutil
 import threading
 import time
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from sdpo_jax.serving.errors import (
   Gone,
   InFlight,
   InvalidRequest,
+  NameTaken,
   NotFound,
   ServiceError,
   StorageFailed,
@@ -45,6 +47,8 @@ from sdpo_jax.serving.tool_calls import flaw_of
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
 _STATES = 8  # The most adapters whose optimizer state waits to be written.
+_AGAIN = 5.0  # Seconds between two attempts to write after one has failed.
+_TRIED, _MOST_TRIED = 'TRIED', 2**20  # The blob of such an attempt, and the most bytes in it.
 FORGOTTEN = 7 * 86400.0  # Seconds after its expiry within which a sample is reported as gone, not as unknown.
 # Keys of feedback records whose values are users' texts, or made from these.
 TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
@@ -110,6 +114,11 @@ class Store:
     self._lock = threading.Lock()  # Guards the fields below.
     self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being created.
     self._under_way: set[tuple[str, str]] = set()  # (owner, key) of requests.
+    self._closed = True  # False between the end of recovery and `close`.
+    self._changes = 0  # Changes of adapters that are under way.
+    self._need = sum(4 * math.prod(shape) for shape in base.shapes.values())  # About the bytes of a version.
+    self._look_again = 0.0  # When `unwritable` may try to write again.
+    self._remains = False  # Whether files of a failed commit could not be removed.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
     # By the id of their adapter, the newest optimizer states that are not written yet.
@@ -155,19 +164,51 @@ class Store:
         ) from error
       _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
-        rows = Database(database, _identify(blobs, base))
+        rows = Database(database, _identify(blobs, base), store_recovery.take_stamp(blobs))
         held.callback(rows.close)
         store = cls(blobs, rows, base, retention, clock, held)
         store._lost.update(store_recovery.recover(blobs, rows, clock()))
+        store._closed = False
       except StorageFailed as error:
         raise UserError(f'The store cannot be opened: {error}') from error
       store._held = held.pop_all()
       return store
 
   def close(self) -> None:
-    """Write the optimizer states that wait, close the files and release the locks."""
+    """Write the optimizer states that wait, close the files and release the locks.
+
+    If all is in order, the next start need not read the root.
+    """
     self._writer.shutdown()
+    with self._lock:
+      closed, self._closed = self._closed, True
+      orderly = not (self._changes or self._doubtful or self._lost or self._under_way or self._remains)
+    if orderly and not closed:
+      with contextlib.suppress(StorageFailed, LostSwapError):
+        store_recovery.leave_stamp(self.blobs, self.database)
     self._held.close()
+
+  def unwritable(self) -> str:
+    """Return why nothing can be stored now, in a sentence without paths; empty: it can.
+
+    Disks are asked for their free space. Only after a write has failed, one is tried every `_AGAIN` seconds.
+    """
+    if any(_free(place) < 2 * self._need for place in (self.blobs.name, self.database.folder) if is_local(place)):
+      return 'The disk is full.'
+    with self._lock:
+      failed = self.blobs.failed or self.database.failed
+      if not failed or time.monotonic() < self._look_again:
+        return 'The storage cannot be written.' * failed
+      self._look_again = time.monotonic() + _AGAIN
+    try:
+      self.database.check()
+      self.blobs.delete([_TRIED], '')
+      self.blobs.swap(_TRIED, bytes(min(self._need, _MOST_TRIED)), None)
+      self.blobs.delete([_TRIED], '')
+      self.blobs.failed = False
+    except (StorageFailed, LostSwapError) as error:
+      _logger.warning('The storage cannot be written: %s', error)
+    return 'The storage cannot be written.' * (self.blobs.failed or self.database.failed)
 
   def __enter__(self) -> Store:
     return self
@@ -204,14 +245,14 @@ class Store:
     """Create an adapter and its version 0, whose factors are `arrays`, or drawn from `seed` whenever they are read.
 
     Raises:
-      InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or not valid UTF-8.
+      NameTaken: the owner has an adapter of that name.
+      InvalidRequest: the name is empty, too long, or not valid UTF-8.
     """
     _check_name(owner, name)
     self._settle_all(owner)
     with self._lock:
-      taken = (owner, name) in self._names or self.database.by_name(owner, name) is not None
-      if taken:
-        raise InvalidRequest(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
+      if (owner, name) in self._names or self.database.by_name(owner, name) is not None:
+        raise NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
       self._names.add((owner, name))
     try:
       now = self.clock()
@@ -235,10 +276,15 @@ class Store:
       raise NotFound(f'There is no adapter {short_repr(name)}.')
     return self.adapter(owner, found.id)
 
-  def adapters(self, owner: str) -> list[AdapterRecord]:
-    """Return the adapters of an owner, the oldest first."""
+  def adapters(self, owner: str, after: AdapterRecord | None = None, **only: Any) -> list[AdapterRecord]:
+    """Return the adapters of an owner, the oldest first, see `Database.of_owner`."""
     self._settle_all(owner)
-    return self.database.of_owner(owner)
+    return self.database.of_owner(owner, after, **only)
+
+  def count(self, owner: str) -> int:
+    """Return the number of adapters of an owner."""
+    self._settle_all(owner)
+    return self.database.count(owner)
 
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None
@@ -334,10 +380,10 @@ class Store:
       parent = expected if parent is None else parent
       return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
 
-  def versions(self, owner: str, id: str) -> list[Version]:
+  def versions(self, owner: str, id: str, after: int = -1, **limit: int) -> list[Version]:
     """Return the versions of an adapter in order, without damaged ones; raises NotFound as `adapter`."""
     self._known(owner, id)
-    return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
+    return [known.manifest.version for known in self.database.versions(id, after, intact=True, **limit)]
 
   def version(self, owner: str, id: str, number: int) -> Version:
     """Return a version of an adapter.
@@ -645,10 +691,12 @@ class Store:
     """Remove the files of an uncommitted version; the next start removes what cannot be removed now."""
     names = (*versions.PEFT_FILES, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
-    with contextlib.suppress(StorageFailed):
+    try:
       self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)
       with self.database.writing() as rows:
         self.database.drop_intent(rows, id)
+    except StorageFailed:
+      self._remains = True
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
     """Return an adapter's HEAD, parsed and as a tagged blob; raises VersionConflict for another version."""
@@ -725,11 +773,18 @@ class Store:
 
   @contextlib.contextmanager
   def _alone(self, id: str) -> Iterator[None]:
-    """Hold the reentrant lock of an adapter."""
+    """Hold the reentrant lock of an adapter; raises StorageFailed if the store was closed."""
     with self._lock:
+      if self._closed:
+        raise StorageFailed('The store is closed.')
       lock = self._locks.setdefault(id, threading.RLock())
-    with lock:
-      yield
+      self._changes += 1
+    try:
+      with lock:
+        yield
+    finally:
+      with self._lock:
+        self._changes -= 1
 
   # Samples.
 
@@ -916,6 +971,14 @@ def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
     path.write_text(str(os.getpid()))
   except OSError as error:
     raise UserError(f'{setting} cannot be locked ({first_line(error)}): name a writable place.') from error
+
+
+def _free(place: str) -> int:
+  """Return the free bytes of the disk of a folder; 0 if it cannot be asked."""
+  try:
+    return shutil.disk_usage(place).free
+  except OSError:
+    return 0
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:

@@ -1,7 +1,9 @@
 """Recovery: rebuilds the database from the root, and cleans up after interrupted commits and deletions.
 
 HEAD is the source of truth: versions that the HEAD of their adapter leads to exist, whatever the database says; all
-others are garbage.
+others are garbage. Only after an orderly end the database of a local root is believed without reading the root: then
+both have the same stamp, which the start takes from the root before anything changes. A copy of either from another
+time has another stamp or none. Whoever changes a root by hand removes its file CLOSED.
 """
 
 from __future__ import annotations
@@ -11,16 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import dataclasses
 import logging
+import secrets
 
 from sdpo_jax.files import is_local
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
-from sdpo_jax.serving.store.database import Database, Known
+from sdpo_jax.serving.store.database import ALL, Database, Known
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 ABANDONED = 3600.0  # Seconds after which a commit to an object store, by any process, has surely ended.
+CLOSED = 'CLOSED'  # The blob with the stamp of an orderly end.
 SHOWN = 3  # The most file names in a warning.
 
 
@@ -51,6 +55,26 @@ class _Found:
   damaged: Mapping[int, str]
 
 
+def take_stamp(blobs: Blobs) -> str | None:
+  """Remove the stamp of the last orderly end from a root, and return it; None: there is none.
+
+  Other processes may write to an object store with databases of their own, so it never has one.
+  """
+  found = blobs.tagged(CLOSED) if is_local(blobs.name) else None
+  if found is None:
+    return None
+  blobs.delete([CLOSED], '')
+  return found.content.decode('ascii', 'replace').strip()
+
+
+def leave_stamp(blobs: Blobs, database: Database) -> None:
+  """Stamp a root and its database, unless the next start has something to do; nobody may write any more."""
+  if is_local(blobs.name) and not (blobs.failed or database.failed or database.unfinished()):
+    stamp = secrets.token_hex(16)
+    database.put_stamp(stamp)
+    blobs.swap(CLOSED, f'{stamp}\n'.encode(), None)
+
+
 def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str, str]]:
   """Bring a database in line with the root, and finish interrupted deletions.
 
@@ -65,11 +89,13 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
   Raises:
     StorageFailed: the root or the database cannot be read or written.
   """
-  places = _places(blobs, 'users')
-  for known in database.all_known():
-    adapter = known.head.adapter
-    places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
-  lost = _put_right(blobs, database, places.values(), now, writing=False)
+  lost = {}
+  if not database.trusted:
+    places = _places(blobs, 'users')
+    for known in database.all_known():
+      adapter = known.head.adapter
+      places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
+    lost = _put_right(blobs, database, places.values(), now, writing=False)
   with database.writing(full=True) as rows:
     database.drop_open_requests(rows)
   return lost
@@ -252,7 +278,7 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
   with database.writing(full=True) as rows:
     for one in found:
       adapter = one.head.adapter
-      database.drop_versions(rows, adapter.id, 0, adapter.head + 1)
+      database.drop_versions(rows, adapter.id, 0, ALL)
       for manifest in one.manifests.values():
         database.put_version(rows, manifest)
         if manifest.request is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -70,8 +71,11 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
 
   @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
   async def readyz(request: Request) -> Response:
-    if lifetime.ready:  # Also without its external teacher: sampling needs none.
-      teacher = lifetime.present.endpoint
+    if lifetime.ready:
+      why = await run_in_threadpool(lifetime.present.store.unwritable)
+      if why:
+        return JSONResponse({'status': 'storage_failed', 'reason': why}, 503)
+      teacher = lifetime.present.endpoint  # The service is ready without it, since sampling needs none.
       return JSONResponse({'status': 'ready'} | ({} if teacher is None else {'teacher': teacher.state}))
     if lifetime.why_not():
       return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)

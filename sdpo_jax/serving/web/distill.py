@@ -24,7 +24,18 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
-from sdpo_jax.serving.web.schemas import Message, Named, Number, RequestBody, ResponseBody, Teacher, Text, Tokens
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
+from sdpo_jax.serving.web.schemas import (
+  Message,
+  Named,
+  Number,
+  PageSaid,
+  RequestBody,
+  ResponseBody,
+  Teacher,
+  Text,
+  Tokens,
+)
 
 # /v1/distill.
 
@@ -326,7 +337,7 @@ def _begun_again(account: Account, adapter: str, version: int | None) -> dict[st
   return _begun(account.adapter(adapter), version or 0)
 
 
-class LorasSaid(ResponseBody):
+class LorasSaid(PageSaid):
   """Your adapters."""
 
   loras: list[str] = Field(description='The names of the adapters.')
@@ -334,8 +345,10 @@ class LorasSaid(ResponseBody):
 
 def lora_list(asked: Incoming) -> Reply:
   """List the names of your adapters."""
-  prefix = asked.query.get('prefix', '')
-  return Reply({'loras': [each.name for each in asked.account.adapters() if each.name.startswith(prefix)]})
+  limit, only = limit_of(asked.query), {'prefix': asked.query.get('prefix', '')}
+  found = asked.account.adapters(asked.query.get('after'), named=True, limit=limit + 1, **only)
+  names = [each.name for each in found]
+  return Reply(page('loras', names, limit, names))
 
 
 def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:
@@ -370,6 +383,7 @@ class HealthSaid(ResponseBody):
   status: str = Field(description='healthy, starting or unhealthy.')
 
 
+_LISTED = {'prefix': 'The beginning of the names to list.', **PAGED}
 _LORA = {'lora_id': 'The name, id or URI of the adapter.'}
 
 
@@ -387,7 +401,7 @@ def routes(lifetime: Lifetime) -> list[Route]:
     route('POST', '/v1/feedback', feedback, body=LoraFeedbackBody, response=LoraFeedbackSaid, again=_fed_again),
     route('POST', '/v1/score', score, body=CompletionScoreBody, response=CompletionScoreSaid),
     route('POST', '/v1/lora/init', lora_init, body=LoraInitBody, response=LoraSaid, again=_begun_again),
-    route('GET', '/v1/lora', lora_list, response=LorasSaid, query={'prefix': 'The beginning of the names to list.'}),
+    route('GET', '/v1/lora', lora_list, response=LorasSaid, query=_LISTED),
     route('GET', '/v1/lora/export', lora_export, query=_LORA, answers='application/zip'),
     route('DELETE', '/v1/lora', lora_delete, response=LoraDeletedSaid, query=_LORA),
     Route('/v1/health', health, methods=['GET']),

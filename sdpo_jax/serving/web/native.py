@@ -26,6 +26,7 @@ from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -40,8 +41,10 @@ _HEARTBEAT, _LOOK = 15.0, 1.0
 
 
 def list_adapters(asked: Incoming) -> Reply:
-  """List your adapters."""
-  return Reply({'adapters': [adapter_said(adapter) for adapter in asked.account.adapters()]})
+  """List your adapters, the oldest first."""
+  limit = limit_of(asked.query)
+  found = asked.account.adapters(asked.query.get('after'), limit=limit + 1)
+  return Reply(page('adapters', [adapter_said(adapter) for adapter in found], limit, [each.id for each in found]))
 
 
 def create_adapter(asked: Incoming) -> Reply:
@@ -81,12 +84,13 @@ def undo(asked: Incoming) -> Reply:
 
 def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
-  found = asked.account.versions(asked.adapter)
-  kept = records.in_effect(found)
+  limit, after = limit_of(asked.query), asked.number('after')
+  found = asked.account.versions(asked.adapter, -1 if after is None else after, limit=limit + 1)
+  kept = [each.number for each in records.in_effect(asked.account.service.store.database.lineage(asked.adapter))]
   # Of versions before the oldest one that is known to be in effect, nothing is known.
-  undone = [version for version in found if version.number > kept[-1].number and version not in kept]
-  said = [version_said(each) | {'undone': each.reason != 'undo' and each in undone} for each in found]
-  return Reply({'versions': said})
+  undone = [each for each in found if each.number > kept[-1] and each.number not in kept and each.reason != 'undo']
+  said = [version_said(each) | {'undone': each in undone} for each in found]
+  return Reply(page('versions', said, limit, [version.number for version in found]))
 
 
 def get_version(asked: Incoming) -> Reply:
@@ -431,7 +435,7 @@ _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
   route('GET', '/v1/usage', usage, response=schemas.UsageSaid),
-  route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
+  route('GET', f'{ROOT}/adapters', list_adapters, query=PAGED, response=schemas.AdaptersSaid),
   route('POST', f'{ROOT}/adapters', create_adapter, body=schemas.CreateAdapter, **_MADE),
   route(
     'POST',
@@ -448,7 +452,7 @@ ROUTES: list[Route] = [
   route(
     'POST', f'{ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
   ),
-  route('GET', f'{ADAPTER}/versions', list_versions, response=schemas.VersionsSaid),
+  route('GET', f'{ADAPTER}/versions', list_versions, query=PAGED, response=schemas.VersionsSaid),
   route('GET', f'{ADAPTER}/versions/{{number}}', get_version, response=schemas.VersionSaid, tagged=True),
   route(
     'GET',

@@ -30,6 +30,7 @@ from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
 from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
+from sdpo_jax.serving.web.pages import MOST_LISTED, PAGED, limit_of, page
 
 # The index of a choice, its new text, the completion once it is finished, and the log-probs of its prompt.
 Part = tuple[int, str, DrawnCompletion | None, Sequence[Position]]
@@ -204,14 +205,29 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
   return {'id': name, 'object': 'model', 'created': int(created), 'owned_by': 'sdpo_jax', **more}
 
 
-def models(account: Account) -> list[dict[str, Any]]:
-  """Return the model and the owner's adapters, each as NAME and as NAME@VERSION of its newest version."""
+def models(account: Account, after: str | None = None, limit: int = MOST_LISTED) -> dict[str, Any]:
+  """Return a page of the list of the model and the owner's adapters, the oldest first.
+
+  Each adapter is there as NAME and as NAME@VERSION of its newest version.
+
+  Args:
+    account: the account of the client.
+    after: the last model of the page before; None: there is none.
+    limit: the most models of the page.
+
+  Raises:
+    InvalidRequest: there is no model `after`.
+  """
   base = account.service.model_name
-  found = [_model(base, 0)]
-  for adapter in account.adapters():
-    for name in (adapter.name, f'{adapter.name}@{adapter.head}'):
-      found.append(_adapter_model(name, adapter, adapter.head, base))
-  return found
+  found = [_model(base, 0)] if after is None else []
+  last, _, version = (base if after is None else after).partition('@')
+  rows = account.adapters(None if last == base else last, named=True, limit=limit + 1)
+  if last != base and not version:  # Its newest version is next.
+    rows.insert(0, account.service.store.by_name(account.owner, last))
+  for adapter in rows:
+    names = (adapter.name, f'{adapter.name}@{adapter.head}')[adapter.name == last :]
+    found += [_adapter_model(name, adapter, adapter.head, base) for name in names]
+  return {'object': 'list', **page('data', found, limit, [each['id'] for each in found])}
 
 
 def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -> dict[str, Any]:
@@ -259,11 +275,12 @@ async def chat_completions(request: Request) -> Response:
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 
-@operation()
+@operation(query=PAGED)
 async def list_models(request: Request) -> Response:
   """List the model and your adapters, by name and by name@version."""
-  found = await run_in_threadpool(models, request.state.account)
-  return JSONResponse({'object': 'list', 'data': found})
+  query = request.query_params
+  found = await run_in_threadpool(lambda: as_json(models(request.state.account, query.get('after'), limit_of(query))))
+  return Response(found, media_type=JSON)
 
 
 @operation()

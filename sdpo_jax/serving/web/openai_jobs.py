@@ -63,7 +63,7 @@ class DrawnCompletion:
   tokens: Sequence[int]
   text: str
   finish_reason: Literal['stop', 'length']
-  sample_id: str | None  # None: it was only scored, so that feedback cannot refer to it.
+  sample_id: str | None  # None: it was only scored or not stored, so that feedback cannot refer to it.
   said: Sequence[Position] | None = None  # Log-probs of its tokens; None: not requested.
 
 
@@ -146,9 +146,8 @@ def start(account: Account, job: CompletionJob, *, drafts: bool) -> list[Samplin
   options = dataclasses.replace(SampleOptions.of(asked), max_tokens=job.max_tokens, stop=asked.stops)
   try:
     for prompt in job.prompts:
-      sampling = account.sample(
-        job.target, prompt.tokens, n=asked.n, options=options, drafts=drafts, messages=prompt.messages
-      )
+      more = {'drafts': drafts, 'messages': prompt.messages, 'store': asked.store}
+      sampling = account.sample(job.target, prompt.tokens, n=asked.n, options=options, **more)
       begun.append(sampling)
   except BaseException:
     cancel(begun)
@@ -175,7 +174,7 @@ def drawn_of(
       positions(sample.tokens, sample.log_probs.tolist(), scored) for sample, scored in zip(samples, found, strict=True)
     ]
   return [
-    DrawnCompletion(sample.tokens, sample.text, sample.finish_reason, sample.id, each)
+    DrawnCompletion(sample.tokens, sample.text, sample.finish_reason, sample.id or None, each)
     for sample, each in zip(samples, said, strict=True)
   ]
 

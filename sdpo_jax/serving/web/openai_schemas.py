@@ -42,7 +42,6 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
   'service_tier': ('auto', 'default'),
   'skip_special_tokens': (True,),
   'spaces_between_special_tokens': (True,),
-  'store': (False,),
   'suffix': ('',),
   'tool_choice': ('none', 'auto'),
   'tools': ([],),
@@ -85,6 +84,7 @@ class _Request(RequestBody):
   stream_options: StreamOptions | None = None
   prompt_logprobs: int | None = pydantic.Field(None, ge=-1)  # vLLM's.
   return_token_ids: bool = False  # vLLM's.
+  store: bool = True  # Whether samples are stored, so that feedback can refer to them.
 
   @property
   def stops(self) -> tuple[str, ...]:

@@ -86,8 +86,18 @@ class AdapterSaid(ResponseBody):
   settings: dict[str, Any]
 
 
-class AdaptersSaid(ResponseBody):
-  """Your adapters."""
+class PageSaid(ResponseBody):
+  """A page of a list."""
+
+  first_id: str | int | None = Field(description='The id of the first entry; null: the page is empty.')
+  last_id: str | int | None = Field(
+    description='The id of the last entry, for `after` in the address of the next page.'
+  )
+  has_more: bool = Field(description='Whether there are entries after this page.')
+
+
+class AdaptersSaid(PageSaid):
+  """Your adapters, the oldest first."""
 
   adapters: list[AdapterSaid]
 
@@ -106,7 +116,7 @@ class VersionSaid(ResponseBody):
   undone: bool | None = Field(None, description='Whether what it has learned was undone since; null: not asked for.')
 
 
-class VersionsSaid(ResponseBody):
+class VersionsSaid(PageSaid):
   """The stored versions of an adapter, the oldest first."""
 
   versions: list[VersionSaid]

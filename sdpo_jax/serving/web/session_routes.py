@@ -25,6 +25,7 @@ from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent
+from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
 _SESSIONS = f'{native.ADAPTER}/sessions'
@@ -36,7 +37,9 @@ Proposal = Iterator[SampleDraft | SessionTurn]
 
 def list_sessions(asked: Incoming) -> Reply:
   """List the sessions of an adapter, the oldest first."""
-  return Reply({'sessions': [each.to_json() for each in Sessions(asked.account).list(asked.adapter)]})
+  limit = limit_of(asked.query)
+  found = Sessions(asked.account).list(asked.adapter, asked.query.get('after'), limit=limit + 1)
+  return Reply(page('sessions', [each.to_json() for each in found], limit, [each.id for each in found]))
 
 
 def open_session(asked: Incoming) -> Reply:
@@ -220,7 +223,7 @@ def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 _KEPT: dict[str, Any] = {'again': _decided_again, 'guarded': True, 'token': True}
 ROUTES: list[Route] = [
-  route('GET', _SESSIONS, list_sessions, response=schemas.SessionsSaid, guarded=True),
+  route('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid, guarded=True),
   route(
     'POST',
     _SESSIONS,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sdpo_jax.serving.web.schemas import Number, RequestBody, ResponseBody, Teacher, Text, Update
+from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Text, Update
 
 Label = Annotated[str, Field(max_length=200)]
 
@@ -134,7 +134,7 @@ class SessionSaid(ResponseBody):
   tool_form: str | None = Field(None, description='The form of tool calls, such as hermes; null without tools.')
 
 
-class SessionsSaid(ResponseBody):
+class SessionsSaid(PageSaid):
   """The sessions of an adapter, the oldest first."""
 
   sessions: list[SessionSaid]

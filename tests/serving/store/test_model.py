@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, VersionConflict
+from sdpo_jax.serving.errors import Gone, NameTaken, NotFound, VersionConflict
 from sdpo_jax.serving.store.store import IdempotentRequest, Retention
 from tests.serving.store.store_cases import arrays, assert_same, open_store
 
@@ -87,7 +87,7 @@ class History:
   def create(self, owner: str, name: str) -> None:
     seed = next(self.seeds)
     if (owner, name) in self.model:
-      with pytest.raises(InvalidRequest):
+      with pytest.raises(NameTaken):
         self.store.create(owner, name, {}, arrays(seed))
     else:
       adapter, _ = self.store.create(owner, name, {'seed': seed}, arrays(seed))

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import re
 import sqlite3
 import types
@@ -89,6 +90,71 @@ def create(client, name):
 
 def code(response):
   return response.status_code, response.json()['error']['code']
+
+
+def walked(client, path, name, limit):
+  """Return all entries of a list, page by page, after checking what each page says about itself."""
+  found, more, after = [], True, {}
+  while more:
+    page = client.get(path, params={'limit': limit, **after}).json()
+    key = {'adapters': 'id', 'versions': 'version', 'sessions': 'id'}[name]
+    assert [page['first_id'], page['last_id']] == [page[name][0][key], page[name][-1][key]]
+    assert len(page[name]) == limit if page['has_more'] else 0 < len(page[name]) <= limit
+    found += page[name]
+    more, after = page['has_more'], {'after': page['last_id']}
+  return found
+
+
+def test_lists_have_pages(world):
+  own = f'{ROOT}/adapters/{world.own["ada"]}'
+  made = [create(world.ada, f'paged-{number}') for number in range(3)]
+  for _ in range(2):
+    assert world.ada.post(f'{own}/sessions', json={}).status_code == 201
+    assert world.ada.post(f'{own}/undo', json={'to': 0}).status_code == 200
+  for path, name in (
+    (f'{ROOT}/adapters', 'adapters'),
+    (f'{own}/versions', 'versions'),
+    (f'{own}/sessions', 'sessions'),
+  ):
+    whole = world.ada.get(path).json()
+    assert not whole['has_more'] and len(whole[name]) >= 3
+    for limit in (1, 2, len(whole[name]), 1000):
+      assert walked(world.ada, path, name, limit) == whole[name]
+    first = {'adapters': world.own['bob'], 'versions': 'x', 'sessions': world.sessions['bob']['session']['id']}[name]
+    for query in (
+      *({'limit': limit} for limit in (0, -1, 1001, '1e3', '', '٣', '9' * 40)),
+      *({'after': after} for after in (first, '', "' OR 1=1 --", '\0', '%ff', 'a' * 5000, '-1')),
+    ):
+      refused = world.ada.get(path, params=query)
+      assert code(refused) == (400, 'invalid_request') and refused.json()['error']['field'] in query, query
+  page = world.ada.get(f'{own}/versions', params={'after': 10**8}).json()
+  assert page == {'versions': [], 'first_id': None, 'last_id': None, 'has_more': False}
+  for at in made:
+    assert world.ada.delete(at).status_code == 200
+  assert code(world.ada.get(f'{ROOT}/adapters', params={'after': made[0].rpartition('/')[2]})) == (
+    400,
+    'invalid_request',
+  )
+
+
+def test_a_name_is_taken_once_and_is_no_id(world):
+  at = create(world.ada, 'taken')
+  for path, body in ((f'{ROOT}/adapters', {}), (f'{at}/fork', {})):
+    assert code(world.ada.post(path, json={'name': 'taken', **body})) == (409, 'name_taken')
+    assert code(world.ada.post(path, json={'name': world.own['bob'], **body})) == (400, 'invalid_request')
+  assert code(world.ada.post('/v1/lora/init', json={'lora_id': 'taken'})) == (409, 'name_taken')
+  assert world.ada.delete(at).status_code == 200
+
+
+def test_readiness_is_also_that_of_the_storage(world, monkeypatch):
+  monkeypatch.setattr(
+    os, 'statvfs', lambda path: types.SimpleNamespace(f_bavail=1, f_bfree=1, f_blocks=9, f_frsize=4096)
+  )
+  failed = world.ada.get('/readyz')
+  assert failed.status_code == 503
+  assert failed.json() == {'status': 'storage_failed', 'reason': 'The disk is full.'}
+  monkeypatch.undo()
+  assert world.ada.get('/readyz').json() == {'status': 'ready'}
 
 
 def test_an_adapter_from_its_making_to_its_end(world):

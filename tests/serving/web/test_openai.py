@@ -82,7 +82,16 @@ def complete(client, prompt='Hello', model='tiny', **options):
   return client.completions.create(model=model, prompt=prompt, extra_body=extra, **options)
 
 
-EXTRA = ('prompt_logprobs', 'return_token_ids', 'top_k', 'min_p', 'add_special_tokens', 'stop_token_ids', 'echo_last')
+EXTRA = (
+  'prompt_logprobs',
+  'return_token_ids',
+  'top_k',
+  'min_p',
+  'add_special_tokens',
+  'stop_token_ids',
+  'echo_last',
+  'store',
+)
 
 
 # --- What is drawn ---
@@ -152,6 +161,37 @@ def test_adapters_are_models(client, world):
   assert set(listed) == {'tiny', 'ada', 'ada@0', 'bob', 'bob@1'} and listed['bob'].adapter == bob.id
   assert client.models.retrieve('bob@0').version == 0 and client.models.retrieve('bob').version == 1
   assert client.models.retrieve('tiny').object == 'model'
+
+
+def test_models_are_listed_in_pages(world):
+  whole = world.http.get('/v1/models').json()
+  names = [each['id'] for each in whole['data']]
+  assert names[0] == 'tiny' and len(names) % 2 == 1 and not whole['has_more'] and whole['object'] == 'list'
+  for limit in range(1, len(names) + 2):
+    found, after = [], {}
+    while True:
+      page = world.http.get('/v1/models', params={'limit': limit, **after}).json()
+      found += page['data']
+      assert len(page['data']) <= limit and page['last_id'] == page['data'][-1]['id']
+      if not page['has_more']:
+        break
+      after = {'after': page['last_id']}
+    assert found == whole['data']
+  for query in ({'limit': 0}, {'limit': 1001}, {'limit': 'x'}, {'after': 'nobody'}, {'after': ''}, {'after': '\0%'}):
+    refused = world.http.get('/v1/models', params=query)
+    assert refused.status_code == 400 and refused.json()['error']['param'] in query, query
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_nothing_is_kept_of_what_shall_not_be_stored(client, world, stream):
+  database = world.service.store.database
+  before = database.read('SELECT count(*) FROM samples')
+  made = complete(client, model='bob', max_tokens=4, seed=3, store=False, stream=stream)
+  choices = [part.choices[0] for part in made] if stream else made.choices
+  kept = complete(client, model='bob', max_tokens=4, seed=3).choices[0]
+  assert ''.join(choice.text for choice in choices) == kept.text
+  assert choices[-1].sample_id is None and kept.sample_id.startswith('smp-')
+  assert database.read('SELECT count(*) FROM samples') == [(before[0][0] + 1,)]  # The other one.
 
 
 # --- Log-probs ---
@@ -620,7 +660,10 @@ def test_a_completion_is_scored_behind_a_conversation(world, model, reader):
 
 def test_adapters_are_listed_exported_and_deleted(world, dan):
   listed = world.http.get('/v1/lora', params={'prefix': 'd'}).json()
-  assert listed == {'loras': ['dan']}
+  assert listed == {'loras': ['dan'], 'first_id': 'dan', 'last_id': 'dan', 'has_more': False}
+  everything = world.http.get('/v1/lora').json()['loras']
+  rest = world.http.get('/v1/lora', params={'after': everything[0], 'limit': 2}).json()
+  assert rest['loras'] == everything[1:3] and rest['has_more'] == (len(everything) > 3)
   files = world.http.get('/v1/lora/export', params={'lora_id': 'dan'})
   with zipfile.ZipFile(io.BytesIO(files.content)) as archive:
     assert {'adapter_config.json', 'adapter_model.safetensors'} <= set(archive.namelist())

@@ -47,7 +47,6 @@ def test_what_asks_for_nothing_passes(ask):
     ('frequency_penalty', 0.5),
     ('presence_penalty', -1),
     ('response_format', {'type': 'json_object'}),
-    ('store', True),
     ('best_of', 4),
     ('best_of', True),
     ('logitbias', {}),

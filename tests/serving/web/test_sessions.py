@@ -439,7 +439,7 @@ def test_settings_that_cannot_be_are_refused_in_a_sentence_that_names_them(world
   made = world.open.post(ROOT, json={'name': f'agent-{next(world.count)}'}).json()
   refused = world.open.post(f'{ROOT}/{made["id"]}/sessions', json=settings)
   assert code(refused) == (400, 'invalid_request') and words in refused.json()['error']['message']
-  assert world.open.get(f'{ROOT}/{made["id"]}/sessions').json() == {'sessions': []}
+  assert world.open.get(f'{ROOT}/{made["id"]}/sessions').json()['sessions'] == []
 
 
 def test_there_are_as_many_sessions_and_turns_as_the_settings_say(world):

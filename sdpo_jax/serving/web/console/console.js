@@ -66,6 +66,16 @@ async function ask(method, path, body, headers = {}) {
   return said;
 }
 
+// Returns all entries of a list, which has pages.
+async function listed(path, name) {
+  const found = [];
+  for (let page = { has_more: true }, query = ''; page.has_more; query = `?after=${encodeURIComponent(page.last_id)}`) {
+    page = await ask('GET', `${path}${query}`);
+    found.push(...page[name]);
+  }
+  return found;
+}
+
 // Checks that a text is JSON of this kind, and returns it in an object as it was written: parsing would round numbers.
 function spliced(values, name, text, fits, what) {
   let read;
@@ -123,7 +133,7 @@ const of = (adapter) => `${ROOT}/adapters/${encodeURIComponent(adapter.id)}`;
 // Adapters.
 
 async function list() {
-  const { adapters } = await ask('GET', `${ROOT}/adapters`);
+  const adapters = await listed(`${ROOT}/adapters`, 'adapters');
   by('adapters').replaceChildren(
     ...adapters.map((adapter) => {
       const made = element('button', { type: 'button' }, element('bdi', { textContent: adapter.name }), element('small', { textContent: `version ${adapter.version}` }));
@@ -235,7 +245,7 @@ function adapterView(adapter) {
   // Sessions.
 
   async function listSessions() {
-    const { sessions: known } = await ask('GET', `${of(adapter)}/sessions`);
+    const known = await listed(`${of(adapter)}/sessions`, 'sessions');
     part('known').hidden = known.length === 0;
     part('sessions').replaceChildren(
       ...known.toReversed().map((each) => {
@@ -267,7 +277,7 @@ function adapterView(adapter) {
   // Versions.
 
   async function versions() {
-    const { versions: known } = await ask('GET', `${of(adapter)}/versions`);
+    const known = await listed(`${of(adapter)}/versions`, 'versions');
     const newest = Math.max(...known.map((each) => each.version));
     part('version-rows').replaceChildren(
       ...known.toReversed().map((each) => {

@@ -1,0 +1,246 @@
+"""The start of a store: what the last process has closed in order is believed, and everything else is read."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from sdpo_jax.serving.errors import Damaged, StorageFailed
+from sdpo_jax.serving.store import store_recovery, versions
+from sdpo_jax.serving.store.blobs import LocalBlobs
+from sdpo_jax.serving.store.database import Database
+from tests import tiny
+from tests.serving.store.store_cases import arrays, assert_same, open_store
+
+KILLED = """
+import os, pathlib, signal, sys
+from tests.serving.store.store_cases import arrays, open_store
+store = open_store(pathlib.Path(sys.argv[1]))
+[adapter] = store.adapters('ada')
+store.commit('ada', adapter.id, adapter.head, arrays(adapter.head + 1), reason='feedback', details={})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def heads_read(monkeypatch):
+  """Return the names of the HEADs that recovery has read."""
+  read = []
+
+  def noted(content, name, folder, own=versions.read_head):
+    read.append(name)
+    return own(content, name, folder)
+
+  monkeypatch.setattr(versions, 'read_head', noted)
+  listed = LocalBlobs.list
+  monkeypatch.setattr(LocalBlobs, 'list', lambda blobs, prefix='': read.append(prefix) or listed(blobs, prefix))
+  return read
+
+
+def grown(folder: pathlib.Path, to: int) -> str:
+  """Make the adapter of a store, or commit until it is at a version; then close the store, and return its id."""
+  with open_store(folder) as store:
+    adapter = store.adapters('ada')[0] if store.count('ada') else store.create('ada', 'mine', {}, arrays(0))[0]
+    for head in range(adapter.head, to):
+      store.commit('ada', adapter.id, head, arrays(head + 1), reason='feedback', details={})
+    return adapter.id
+
+
+def is_at(folder: pathlib.Path, number: int) -> bool:
+  """Open a store, check all versions of its adapter, and return whether the database was believed."""
+  with open_store(folder) as store:
+    [adapter] = store.adapters('ada')
+    assert adapter.head == number and store.problems == []
+    for version in store.versions('ada', adapter.id):
+      assert_same(store.arrays(version), arrays(version.number))
+    assert len(store.versions('ada', adapter.id)) == number + 1
+    return store.database.trusted
+
+
+def put_back(folder: pathlib.Path, part: str, copy: pathlib.Path) -> None:
+  shutil.rmtree(folder / part)
+  shutil.copytree(copy / part, folder / part)
+
+
+def test_after_an_orderly_end_nothing_of_the_root_is_read(tmp_path, heads_read):
+  grown(tmp_path, 2)
+  heads_read.clear()
+  assert is_at(tmp_path, 2) and heads_read == []
+  assert is_at(tmp_path, 2)  # The stamp is taken at the start, and left again.
+  (tmp_path / 'root' / store_recovery.CLOSED).unlink()
+  assert not is_at(tmp_path, 2) and heads_read
+
+
+def test_a_killed_process_leaves_no_stamp(tmp_path):
+  grown(tmp_path, 1)
+  ran = subprocess.run(
+    [sys.executable, '-c', KILLED, str(tmp_path)], env=tiny.environment(), cwd=tiny.REPOSITORY, check=False
+  )
+  assert ran.returncode == -signal.SIGKILL
+  assert not is_at(tmp_path, 2)
+  assert is_at(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+  'parts, number, believed',
+  [
+    (['root'], 1, False),  # An old root: its versions are what there is.
+    (['database'], 3, False),  # An old database: the root has more.
+    (['root', 'database'], 1, True),  # Both of one end.
+  ],
+)
+def test_what_is_put_back_from_a_copy_is_noticed(tmp_path, parts, number, believed):
+  store, copy = tmp_path / 'store', tmp_path / 'copy'
+  grown(store, 1)
+  shutil.copytree(store, copy)
+  grown(store, 3)
+  for part in parts:
+    put_back(store, part, copy)
+  assert is_at(store, number) == believed
+  assert is_at(store, number)
+
+
+def test_a_copy_of_a_running_store_has_no_stamp(tmp_path):
+  grown(tmp_path / 'store', 1)
+  with open_store(tmp_path / 'store') as store:
+    [adapter] = store.adapters('ada')
+    store.commit('ada', adapter.id, 1, arrays(2), reason='feedback', details={})
+    shutil.copytree(tmp_path / 'store' / 'root', tmp_path / 'copy' / 'root')
+  put_back(tmp_path / 'store', 'root', tmp_path / 'copy')
+  assert not is_at(tmp_path / 'store', 2)
+
+
+def test_a_lost_or_damaged_database_is_not_believed(tmp_path):
+  grown(tmp_path, 1)
+  file = tmp_path / 'database' / 'store.sqlite'
+  file.unlink()
+  assert not is_at(tmp_path, 1)
+  file.write_bytes(b'no database' * 100)
+  assert not is_at(tmp_path, 1)
+
+
+def test_a_changed_root_is_read_once_its_stamp_is_removed(tmp_path):
+  """As the documentation says for changes by hand; a change of the adapter finds out in any case."""
+  id = grown(tmp_path, 1)
+  head = tmp_path / 'root' / versions.adapter_folder('ada', id) / versions.HEAD
+  old = head.read_bytes()
+  grown(tmp_path, 2)
+  head.write_bytes(old)
+  with open_store(tmp_path) as store:
+    assert store.database.trusted and store.adapter('ada', id).head == 2
+    with pytest.raises(Exception, match='is at version 1'):
+      store.commit('ada', id, 2, arrays(3), reason='feedback', details={})
+    assert store.adapter('ada', id).head == 1
+  grown(tmp_path, 2)
+  head.write_bytes(old)
+  (tmp_path / 'root' / store_recovery.CLOSED).unlink()
+  assert not is_at(tmp_path, 1)
+
+
+@pytest.mark.parametrize('what', ['damaged', 'deletion', 'failed', 'request'])
+def test_a_store_with_something_unfinished_leaves_no_stamp(tmp_path, monkeypatch, what):
+  id = grown(tmp_path, 2)
+  folder = tmp_path / 'root' / versions.adapter_folder('ada', id)
+  if what == 'damaged':
+    next(folder.glob('versions/00000001-*/manifest.json')).write_text('{}')
+    (tmp_path / 'database' / 'store.sqlite').unlink()
+  with open_store(tmp_path) as store:
+    if what == 'deletion':
+      monkeypatch.setattr(Database, 'erase', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
+      with pytest.raises(StorageFailed):
+        store.delete('ada', id)
+    elif what == 'failed':
+      monkeypatch.setattr(LocalBlobs, 'put_new', lambda *_, **__: (_ for _ in ()).throw(StorageFailed('no')))
+      monkeypatch.setattr(LocalBlobs, 'delete', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
+      with pytest.raises(StorageFailed):
+        store.commit('ada', id, 2, arrays(3), reason='feedback', details={})
+    elif what == 'request':
+      store.begin('ada', 'key', 'body')
+    elif what == 'damaged':
+      with pytest.raises(Damaged):
+        store.version('ada', id, 1)
+  monkeypatch.undo()
+  assert not (tmp_path / 'root' / store_recovery.CLOSED).exists()
+  with open_store(tmp_path) as store:
+    assert not store.database.trusted
+
+
+def test_a_change_that_outlives_the_store_is_refused_or_keeps_the_stamp_away(tmp_path, monkeypatch):
+  id = grown(tmp_path, 1)
+  store = open_store(tmp_path)
+  begun, go, ended = threading.Event(), threading.Event(), []
+  own = LocalBlobs.put_new
+
+  def slow(*arguments, **more):
+    begun.set()
+    assert go.wait(10)
+    return own(*arguments, **more)
+
+  monkeypatch.setattr(LocalBlobs, 'put_new', slow)
+
+  def commit():
+    try:
+      store.commit('ada', id, 1, arrays(2), reason='feedback', details={})
+    except Exception as error:  # Whatever it is, nothing was acknowledged.
+      ended.append(error)
+
+  thread = threading.Thread(target=commit)
+  thread.start()
+  assert begun.wait(10)
+  store.close()
+  go.set()
+  thread.join()
+  assert ended
+  monkeypatch.undo()
+  assert not is_at(tmp_path, 1)
+  with open_store(tmp_path) as store:
+    pass
+  with pytest.raises(StorageFailed):
+    store.commit('ada', id, 1, arrays(2), reason='feedback', details={})
+
+
+def test_a_full_disk_is_told_without_writing_and_a_failed_write_is_tried_again(tmp_path, monkeypatch):
+  id, now = grown(tmp_path, 1), [100.0]
+  monkeypatch.setattr('time.monotonic', lambda: now[0])
+  with open_store(tmp_path) as store:
+    assert store.unwritable() == ''
+    seen, statvfs = [], os.statvfs
+
+    def full(path):
+      seen.append(path)
+      found = list(statvfs(path))
+      found[4] = 0  # f_bavail.
+      return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, 'statvfs', full)
+    assert store.unwritable() == 'The disk is full.' and str(tmp_path / 'root') in seen
+    monkeypatch.setattr(os, 'statvfs', statvfs)
+    assert store.unwritable() == ''
+    swaps, own = [], LocalBlobs.swap
+
+    def failing(blobs, key, content, expected):
+      swaps.append(key)
+      with blobs._failures(tmp_path / 'root'):  # noqa: SLF001 (As a disk fails within it.)
+        raise OSError(122, 'Disk quota exceeded')
+
+    monkeypatch.setattr(LocalBlobs, 'swap', failing)
+    with pytest.raises(StorageFailed):
+      store.commit('ada', id, 1, arrays(2), reason='feedback', details={})
+    swaps.clear()
+    for _ in range(3):  # One attempt for many probes.
+      assert store.unwritable() == 'The storage cannot be written.'
+    assert len(swaps) == 1
+    now[0] += 6
+    assert store.unwritable() and len(swaps) == 2
+    monkeypatch.setattr(LocalBlobs, 'swap', own)
+    assert store.unwritable()
+    now[0] += 6
+    assert store.unwritable() == '' and not (tmp_path / 'root' / 'TRIED').exists()
+    assert store.commit('ada', id, 1, arrays(2), reason='feedback', details={}).number == 2
