@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 import dataclasses
+import math
 
-from sdpo_jax.rollout.queue import Queue, Samples
+from sdpo_jax.rollout.queue import REFILLS, Queue, Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,16 @@ class FairQueue:
       queue.remove(gone)
     self._queues = {payer: queue for payer, queue in self._queues.items() if queue.left}
     self._requests = {samples: request for samples, request in self._requests.items() if not gone(samples)}
+
+  def refill(self, rows: int) -> int:
+    """Return how many of so many slots must be free before they are given to waiting samples.
+
+    While several payers have slots, fewer interruptions let all of them go on; one that has none gets the next slot.
+    """
+    served = {request.payer for request in self._requests.values() if request.reserved}
+    if len(served) < 2 or self._queues.keys() - served:
+      return math.ceil(rows / REFILLS)
+    return math.ceil(rows / 2)
 
   def take(self, shard: int) -> tuple[Samples, int] | None:
     """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""

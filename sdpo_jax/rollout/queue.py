@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Iterable, Mapping
 import dataclasses
+import math
 
 import numpy as np
 
 from sdpo_jax.models.policy import NO_MEMBER
 
+REFILLS = 16  # The decode loop is interrupted for a refill when one slot in this many is done.
 KNOBS = {  # Fields of `SamplingParams` that may differ between the samples of a prompt, with their dtypes.
   'max_tokens': np.int32,
   'temperature': np.float32,
@@ -68,6 +70,10 @@ class Queue:
     self._waiting.append(_Unit(samples, 0, len(samples)))
     self._prefixes[samples.prefix] += 1
     self.left += len(samples)
+
+  def refill(self, rows: int) -> int:
+    """Return how many of so many slots must be free before they are given to waiting samples."""
+    return math.ceil(rows / REFILLS)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Remove the waiting samples for which `gone` returns True."""

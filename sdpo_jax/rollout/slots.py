@@ -27,7 +27,6 @@ from sdpo_jax.rollout.stops import Tokenizer, to_text
 from sdpo_jax.types import Tree
 
 NO_TOKEN = -1  # Padding of the ids that end a sample.
-REFILLS = 16  # The decode loop is interrupted for a refill when one slot in this many is done.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
@@ -162,7 +161,7 @@ class Slots:
     if self._functions.pooled:
       state = state.replace(members=self._member[like])
     if self.queue.left or not self._closed:
-      enough = math.ceil(len(like) / REFILLS)
+      enough = self.queue.refill(len(like))
     else:
       enough = self._sizes.enough(len(live), self._functions.shards)
     # Copies, since the host changes its arrays while the steps run.

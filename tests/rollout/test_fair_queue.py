@@ -117,6 +117,18 @@ def test_whoever_comes_gets_the_next_free_slots_and_no_credit_for_having_been_aw
   assert abs(gained[0] - gained[1]) <= 2 * (4 * 8 + 1) + 4 * 8  # The last: what Ada drew before Bob came back.
 
 
+def test_slots_wait_for_half_of_the_others_only_while_several_payers_have_some():
+  queue, hers, his = FairQueue(1), samples(20), samples(1)
+  queue.add(hers, ADA)
+  queue.take(0)
+  assert queue.refill(32) == 2 == Queue(1).refill(32)
+  queue.add(his, BOB)
+  assert queue.refill(32) == 2  # He gets the next free slot.
+  assert queue.take(0)[0] is his and queue.refill(32) == 16
+  queue.done(his, 0)
+  assert queue.refill(32) == 2
+
+
 def test_what_is_removed_no_longer_counts_against_its_payer():
   queue = FairQueue(1)
   held, after = samples(4, max_tokens=100), samples(4, max_tokens=100)

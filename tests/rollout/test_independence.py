@@ -133,7 +133,7 @@ def test_samples_are_drawn_as_from_a_full_forward_pass(model, request_, settings
 )
 def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, order):
   monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 16)
-  monkeypatch.setattr(slots, 'REFILLS', 2)
+  monkeypatch.setattr(queue, 'REFILLS', 2)
 
   def permuted(shards, waiting):
     order_ = range(len(waiting))[::-1] if order == 'backwards' else np.random.default_rng(1).permutation(len(waiting))
