@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 import dataclasses
-import math
 
 import jax
 import numpy as np
