@@ -22,6 +22,7 @@ from tests.serving import service_world
 def get_config():
   config = service_world.make_config(pathlib.Path({model!r}), pathlib.Path({root!r}))
   config.serve.http.port = 0
+  config.serve.store.keep_versions = 0  # Tests look at every version that was made.
   return config
 """
 

@@ -27,7 +27,6 @@ from tests.models import family_models
 
 torch.set_num_threads(1)
 TOKENS = np.random.default_rng(3).integers(1, family_models.VOCABULARY, (2, 20)).astype(np.int32)
-KINDS = ('factors', 'mu', 'nu', 'average')  # Of the arrays of a version.
 # Which matrices have factors here, and in PEFT's words.
 TARGETS = {
   'all': (dict(rank=4, alpha=8.0), dict(r=4, lora_alpha=8, target_modules='all-linear')),
@@ -149,14 +148,9 @@ def test_peft_computes_with_a_version_of_the_store(folder, tmp_path):
   factors, params = moved(policy, params)
   table = policy.base_policy().parameter_table()
   base = Base(str(folder('qwen3')), identity.of_base(folder('qwen3')), policy.adapter, table)
-  kinds = {kind: factors if kind == 'factors' else moved(policy, params, seed)[0] for seed, kind in enumerate(KINDS)}
-  arrays = {
-    f'{kind}/{row.name}': np.asarray(parameters.get(tree, row.path))
-    for kind, tree in kinds.items()
-    for row in base.rows
-  }
+  arrays = {f'factors/{row.name}': np.asarray(parameters.get(factors, row.path)) for row in base.rows}
   with Store.open(str(tmp_path / 'root'), tmp_path / 'database' / 'store', base=base) as store:
-    _, version = store.create('ada', 'mine', {}, arrays | {'count': np.zeros((), np.int32)})
+    _, version = store.create('ada', 'mine', {}, arrays)
   [place] = (tmp_path / 'root').glob(f'users/*/adapters/*/versions/00000000-{version.digest[:12]}')
   theirs = peft_model(folder('qwen3'), place)
   np.testing.assert_allclose(np.asarray(our_logits(policy, params)), logits_of(theirs), atol=1e-4)

@@ -359,4 +359,4 @@ def test_a_key_is_made_and_listed_from_the_command_line(tmp_path):
   made = tiny.launch('serve_key', f'--keys={path}', '--owner=ada', '--name=laptop')
   assert made.returncode == 0 and made.stdout.startswith('sdpo_') and made.stdout.strip() not in path.read_text()
   listed = tiny.launch('serve_key', f'--keys={path}')
-  assert listed.stdout.split()[2:] == ['ada', 'laptop'] and listed.stdout.split()[0] in made.stderr
+  assert listed.stdout.split()[2:] == ['1', 'ada', 'laptop'] and listed.stdout.split()[0] in made.stderr
