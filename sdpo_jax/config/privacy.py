@@ -24,6 +24,7 @@ FILES = (  # Settings with paths or sources of rows.
   'environments.modules',
   'serve.programs',
   'serve.http.keys',
+  'serve.guards.canary_file',
   'serve.store.root',
   'serve.store.database',
 )

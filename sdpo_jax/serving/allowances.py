@@ -94,9 +94,10 @@ class Allowances:
       self._turn()
       unit = 'tokens' if kind in TOKENS else kind
       self._take(key, unit, amount)
-      for counts in (self._of_minute, self._of_day):
-        counts[key, kind] += amount
-      self._unsaved[key, self._day, kind] += amount
+      for counts in (self._of_minute, self._of_day):  # What is taken back may be of yesterday, and then counts as used.
+        change = max(amount, -counts[key, kind])
+        counts[key, kind] += change
+      self._unsaved[key, self._day, kind] += change
 
   def _take(self, key: str, unit: str, amount: int) -> None:
     per_day = getattr(self._settings, f'{unit}_per_day', None)

@@ -368,6 +368,13 @@ def _canary_prompts(
   Raises:
     InvalidRequest: a limit that the user has set is measured on canary prompts, and there are none.
   """
+  for said in (adapter.settings.get('guards'), request.guards):
+    if (said or {}).get('max_ability_loss') is not None and not service.abilities:
+      raise InvalidRequest(
+        'The guard max_ability_loss is measured on answers of the service, which has none: turn it off with '
+        'max_ability_loss: null.',
+        field='guards.max_ability_loss',
+      )
   prompts = adapter.settings.get('canary_prompts') or ()
   if not prompts and not service.default_canaries:
     for said in (adapter.settings.get('guards'), request.guards):

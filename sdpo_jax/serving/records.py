@@ -83,7 +83,7 @@ def in_effect(versions: Sequence[_Made]) -> list[_Made]:
       for a missing version that it has restored.
   """
   by_number, found = {version.number: version for version in versions}, []
-  at: int | None = versions[-1].number
+  at = versions[-1].number if versions else None
   while at in by_number:
     version = by_number[at]
     at = version.parent

@@ -309,7 +309,7 @@ class ServiceState:
       },
       'limits': dataclasses.asdict(serve.limits),
       'learning': dataclasses.asdict(serve.learning),
-      'guards': dataclasses.asdict(serve.guards),
+      'guards': {name: value for name, value in vars(serve.guards).items() if name != 'canary_file'},
       'teachers': sorted(
         set(feedback_request.TEACHERS)
         - ({'endpoint'} if self.endpoint is None else set())

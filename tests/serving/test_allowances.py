@@ -105,6 +105,17 @@ def test_a_day_ends_at_midnight_in_utc(world, unit, kind):
   assert allowances.used('a')['day'] == NONE | {kind: 10}
 
 
+def test_what_is_taken_back_after_midnight_gives_no_credit(world):
+  made = world.make(tokens_per_day=100)
+  made.spend('k', 'sampled', 90)
+  world.now += DAY / 2
+  made.spend('k', 'sampled', -89)
+  assert made.today().get(('k', 'sampled'), 0) == 0
+  made.spend('k', 'sampled', 100)
+  with pytest.raises(Busy):
+    made.spend('k', 'sampled', 1)
+
+
 def test_feedbacks_have_a_rate_of_their_own(world):
   allowances = world.make(feedbacks_per_minute=2, tokens_per_minute=None, tokens_per_day=None)
   for _ in range(2):

@@ -469,6 +469,10 @@ def test_the_services_own_prompts_and_answers_guard_all_adapters(ada, service, m
   assert not rejected['accepted'] and "log-prob of the service's own answers would be 0.5, and" in rejected['reason']
   off = fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID), guards={'max_ability_loss': None}))
   assert off['accepted'] and {each['guard']: each['value'] for each in off['guards']}['max_ability_loss'] is None
+  monkeypatch.setattr(service, 'abilities', [])
+  with pytest.raises(InvalidRequest, match='max_ability_loss is measured on answers of the service, which has none'):
+    fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID), guards={'max_ability_loss': 0.1}))
+  assert 'canary_file' not in service.capabilities()['guards']
   own, _ = ada.create('own', {'canary_prompts': ['Hello']})
   assert fed(ada, own.id, None, ask(ada, of_tokens(drawn, SAID)))['canary']['prompts'] == 1
   for row, said in (

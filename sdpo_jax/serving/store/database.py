@@ -169,6 +169,9 @@ class Database:
       [(known,)] = self._connection.execute('SELECT root FROM meta')
       if known != root:
         return 'it belongs to another root'
+      if stamps:  # Before anything changes: if this process is killed, an older root has that stamp, too.
+        with self.writing(full=True) as rows:
+          rows.execute('DELETE FROM closings')
       return None
     except (sqlite3.DatabaseError, ValueError) as error:
       if isinstance(error, sqlite3.OperationalError):

@@ -39,6 +39,7 @@ NATIVE = (
 )
 # In the message of the store about a blob: the id of the adapter, and the number of the version.
 _STORED = re.compile(r'/adapters/([0-9a-z-]+)(?:/versions/([0-9]+)-)?')
+_LONGEST_WAIT = 3600.0  # Seconds in Retry-After, whatever another server has said.
 _logger = logging.getLogger('sdpo_jax.serving')
 _OPENAI_TYPES = {
   401: 'authentication_error',
@@ -97,7 +98,7 @@ def public(error: ServiceError) -> ServiceError:
   """Return an error of the service's own state without paths and addresses of its machine, which go to the log."""
   full = str(error)
   said = public_text(full)
-  if said == full:
+  if said == full and not isinstance(error, (StorageFailed, Damaged)):  # Paths of these may have spaces.
     return error
   if isinstance(error, StorageFailed):
     said = 'The store cannot be read or written: retry later; nothing that was acknowledged is lost.'
@@ -145,7 +146,7 @@ def failure(error: ServiceError, path: str, request_id: str) -> Failure:
   """Return the response to an error: the native format, or OpenAI's for the paths that are compatible with it."""
   headers = {}
   if error.retry_after is not None:
-    wait = max(0.0, error.retry_after)
+    wait = min(max(0.0, error.retry_after), _LONGEST_WAIT)
     headers = {'Retry-After': str(max(1, math.ceil(wait))), 'retry-after-ms': str(math.ceil(1000 * wait))}
   if isinstance(error, VersionConflict):
     headers = {'ETag': f'"{error.current}"'}

@@ -88,7 +88,8 @@ def list_versions(asked: Incoming) -> Reply:
   found = asked.account.versions(asked.adapter, -1 if after is None else after, limit=limit + 1)
   kept = [each.number for each in records.in_effect(asked.account.service.store.database.lineage(asked.adapter))]
   # Of versions before the oldest one that is known to be in effect, nothing is known.
-  undone = [each for each in found if each.number > kept[-1] and each.number not in kept and each.reason != 'undo']
+  oldest = min(kept, default=0)
+  undone = [each for each in found if each.number > oldest and each.number not in kept and each.reason != 'undo']
   said = [version_said(each) | {'undone': each in undone} for each in found]
   return Reply(page('versions', said, limit, [version.number for version in found]))
 

@@ -166,7 +166,7 @@ class _Usage:
   def collect(self) -> Iterable[Metric]:
     service = self._lifetime.present
     family = GaugeMetricFamily('sdpo_key_used_today', 'Use of a key in this UTC day.', labels=['key', 'kind'])
-    for (key, kind), count in sorted(service.allowances.today().items()) if service is not None else ():
-      if self._key in (None, key):
-        family.add_metric([key, kind], count)
+    today = service.allowances.today() if service is not None else {}
+    for key, kind in sorted(name for name in today if self._key in (None, name[0])):
+      family.add_metric([key, kind], today[key, kind])
     yield family

@@ -69,6 +69,20 @@ def put_back(folder: pathlib.Path, part: str, copy: pathlib.Path) -> None:
   shutil.copytree(copy / part, folder / part)
 
 
+@pytest.mark.parametrize('how', ['replaced', 'copied over'])
+def test_a_root_put_back_after_a_kill_is_read(tmp_path, how):
+  """Its stamp is that of the last orderly end, after which the database has gone on."""
+  live, copy = tmp_path / 'live', tmp_path / 'copy'
+  grown(live, 1)
+  shutil.copytree(live, copy)
+  subprocess.run([sys.executable, '-c', KILLED, str(live)], env=tiny.environment(), cwd=tiny.REPOSITORY, check=False)
+  if how == 'replaced':
+    put_back(live, 'root', copy)
+  else:
+    shutil.copytree(copy, live, dirs_exist_ok=True)
+  assert not is_at(live, 1)
+
+
 def test_after_an_orderly_end_nothing_of_the_root_is_read(tmp_path, heads_read):
   grown(tmp_path, 2)
   heads_read.clear()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import threading
 import types
 import zipfile
@@ -14,7 +15,16 @@ import pytest
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.serving.errors import Busy, InvalidRequest, NotFound, TooLarge, Unauthorized, VersionConflict
+from sdpo_jax.serving.errors import (
+  Busy,
+  Damaged,
+  InvalidRequest,
+  NotFound,
+  StorageFailed,
+  TooLarge,
+  Unauthorized,
+  VersionConflict,
+)
 from sdpo_jax.serving.web import archives, error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.events import ServerSentEvent
@@ -139,6 +149,12 @@ def test_a_zip_that_is_no_adapter_is_refused_and_none_is_unpacked_without_end(co
 def test_errors_have_a_status_headers_and_the_shape_of_their_route():
   busy = error_responses.failure(Busy('Come later.', retry_after=0.3), '/v1/continual/score', 'id')
   assert busy.status == 429 and busy.headers == {'Retry-After': '1', 'retry-after-ms': '300'}
+  for odd in (math.inf, 1e400, 1e9):  # As another server may have said.
+    busy = error_responses.failure(Busy('Come later.', retry_after=odd), '/v1/continual/score', 'id')
+    assert busy.headers == {'Retry-After': '3600', 'retry-after-ms': '3600000'}
+  for error in (StorageFailed('/my disk/db cannot be read.'), Damaged('/my disk/adapters/ad-1/HEAD is missing.')):
+    said = error_responses.public(error)
+    assert 'disk' not in str(said) and 'disk' in said.log
   assert busy.body == {'error': {'code': 'busy', 'message': 'Come later.'}}
   conflict = error_responses.failure(VersionConflict('Not that.', current=7), '/v1/continual/adapters/x/feedback', 'id')
   assert conflict.status == 412 and conflict.headers == {'ETag': '"7"'}
