@@ -6,6 +6,7 @@ one payer it is first come, first served.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Collection, Hashable, Iterable
 import dataclasses
 import math
@@ -149,8 +150,7 @@ class FairQueue:
   def _next(self) -> Payer:
     if len(self._queues) == 1:
       return next(iter(self._queues))
-
-    def reserved(payer: Payer) -> int:
-      return sum(request.reserved for request in self._requests.values() if request.payer == payer)
-
-    return self._shares.first(self._queues, reserved)
+    reserved = collections.Counter[Payer]()
+    for request in self._requests.values():
+      reserved[request.payer] += request.reserved
+    return self._shares.first(self._queues, reserved.__getitem__)

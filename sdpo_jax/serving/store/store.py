@@ -472,11 +472,8 @@ class Store:
 
   def _lineage(self, version: Version) -> list[Version]:
     """Return a version, its parent, and so on, as far as they are stored."""
-    known, found, at = (
-      {each.number: each.manifest for each in self.database.versions(version.adapter)},
-      [],
-      version.number,
-    )
+    known = {each.number: each.manifest for each in self.database.versions(version.adapter)}
+    found, at = [], version.number
     while (manifest := known.get(at)) is not None:
       found.append(manifest.version)
       at = found[-1].parent
