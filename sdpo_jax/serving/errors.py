@@ -137,6 +137,17 @@ class StorageFailed(ServiceError):
   status, code = 503, 'storage_failed'
 
 
+class HeldElsewhere(ServiceError):
+  """Another replica holds what the request changes."""
+
+  status, code = 503, 'held_elsewhere'
+
+  def __init__(self, url: str):
+    """Say so; `url`: where that replica is reached, or empty if that is not known."""
+    super().__init__('Another replica of the service has this adapter now: retry in a second.', retry_after=1.0)
+    self.url = url
+
+
 class NotReady(ServiceError):
   """The service is starting, stopping or has failed."""
 

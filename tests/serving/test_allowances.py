@@ -62,7 +62,7 @@ def world(tmp_path):
     if database:
       if found.database is not None:
         found.database.close()
-      found.database = Database(pathlib.Path(tmp_path, 'db'), 'root')
+      found.database = Database.open(pathlib.Path(tmp_path, 'db'), 'root')
     database = found.database if database else None
     return Allowances(LimitsConfig(**limits), database, lambda: found.now, lambda: NOON + found.now)
 

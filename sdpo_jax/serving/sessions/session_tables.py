@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
 import math
-import sqlite3
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from sdpo_jax.serving.sessions.session_records import (
   TeacherTexts,
   ToolResult,
 )
+from sdpo_jax.serving.store.connections import Rows
 from sdpo_jax.serving.store.database import Database, put
 from sdpo_jax.serving.tool_calls import ToolCall
 
@@ -96,14 +96,14 @@ def examples(database: Database, adapter: str, **only: str) -> list[SessionExamp
 # Writing, within a transaction.
 
 
-def put_session(rows: sqlite3.Connection, session: AgentSession) -> None:
+def put_session(rows: Rows, session: AgentSession) -> None:
   """Insert a session."""
   record = {'settings': session.settings.to_json(), 'tool_form': session.tool_form, 'written': session.written}
   columns = {name: getattr(session, name) for name in ('id', 'adapter', 'created', 'token', 'revision')}
   put(rows, 'sessions', {**columns, 'record': json.dumps(record)})
 
 
-def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> None:
+def advance(rows: Rows, session: AgentSession, newest: int) -> None:
   """Increment the revision of a session, whose newest turn is `newest`, for the error.
 
   Raises:
@@ -118,7 +118,7 @@ def advance(rows: sqlite3.Connection, session: AgentSession, newest: int) -> Non
   raise TurnConflict('The session has changed meanwhile: read its turns, and retry.', current=newest)
 
 
-def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
+def put_turn(rows: Rows, session: AgentSession, turn: SessionTurn) -> None:
   """Insert a turn of a session."""
   values = {
     'session': session.id,
@@ -133,13 +133,13 @@ def put_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn)
   put(rows, 'session_turns', values)
 
 
-def change_turn(rows: sqlite3.Connection, session: AgentSession, turn: SessionTurn) -> None:
+def change_turn(rows: Rows, session: AgentSession, turn: SessionTurn) -> None:
   """Replace the record of a turn, and its tokens in the conversation."""
   query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
   rows.execute(query, (_record(turn), _bytes(turn.kept_tokens), session.id, turn.n))
 
 
-def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample) -> None:
+def put_example(rows: Rows, adapter: str, example: SessionExample) -> None:
   """Insert an example, unless its turn has one of the same kind."""
   columns = {name: getattr(example, name) for name in ('session', 'n', 'kind', 'state', 'head')}
   written = {
@@ -147,11 +147,11 @@ def put_example(rows: sqlite3.Connection, adapter: str, example: SessionExample)
     'teacher_prompt': _bytes(example.teacher_prompt),
     'record': json.dumps({**dataclasses.asdict(example.said), 'asked': example.asked, 'direct': example.direct}),
   }
-  put(rows, 'session_examples', {'adapter': adapter, **columns, **written}, conflict='IGNORE')
+  put(rows, 'session_examples', {'adapter': adapter, **columns, **written}, key='session, n, kind', replace=False)
 
 
 def note_learned(
-  rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, learned: LearnedTurns
+  rows: Rows, references: Iterable[tuple[str, int, str]], version: int | None, learned: LearnedTurns
 ) -> None:
   """Store that examples were learned, or rejected, and the result in their turns.
 
@@ -176,7 +176,7 @@ def note_learned(
         rows.execute('UPDATE session_turns SET record = ? WHERE session = ? AND n = ?', values)
 
 
-def erase_session(rows: sqlite3.Connection, session: str) -> None:
+def erase_session(rows: Rows, session: str) -> None:
   """Erase a session, its turns and its examples."""
   rows.execute('DELETE FROM sessions WHERE id = ?', (session,))
   for table in ('session_turns', 'session_examples'):

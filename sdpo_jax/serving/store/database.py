@@ -1,4 +1,4 @@
-"""The SQLite database of the store: an index of adapters and versions, and samples, requests, feedback and intents.
+"""The database of the store: an index of adapters and versions, and samples, requests, feedback and intents.
 
 Its rows about adapters and versions can be rebuilt from the root. A transaction with `full=True` is on the disk when it
 ends; others survive a crash of the process, but perhaps not of the machine.
@@ -6,7 +6,7 @@ ends; others survive a crash of the process, but perhaps not of the machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
 import json
@@ -16,64 +16,21 @@ import os
 import pathlib
 import secrets
 import sqlite3
-import threading
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.records import AdapterRecord, Ancestor, SampleRecord, Version
+from sdpo_jax.serving.store import migrations
 from sdpo_jax.serving.store.blobs import make_private
+from sdpo_jax.serving.store.connections import POSTGRES, Connections, PostgresConnections, Rows, SqliteConnection
 from sdpo_jax.serving.store.versions import Head, RequestId, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 ALL = 2**62  # More than there are rows.
-SCHEMA = 2  # `user_version` of the file.
-# Texts are stored as JSON in ASCII, since clients' texts may not be valid UTF-8.
-_TABLES = """
-CREATE TABLE meta (root TEXT NOT NULL);
-CREATE TABLE adapters (
-  id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, head INTEGER NOT NULL, created REAL NOT NULL,
-  settings TEXT NOT NULL, digest TEXT NOT NULL, origin TEXT NOT NULL, kept_from INTEGER NOT NULL, pinned TEXT NOT NULL,
-  tag TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX adapters_of_owner ON adapters (owner, name);
-CREATE TABLE versions (
-  adapter TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, reason TEXT, created REAL, digest TEXT, previous TEXT,
-  details TEXT, request_key TEXT, request_body TEXT, damaged TEXT, PRIMARY KEY (adapter, number)) WITHOUT ROWID;
-CREATE INDEX versions_by_request ON versions (request_key);
-CREATE TABLE intents (adapter TEXT PRIMARY KEY, folder TEXT NOT NULL, version TEXT NOT NULL);
-CREATE TABLE samples (
-  id TEXT PRIMARY KEY, owner TEXT NOT NULL, adapter TEXT, version INTEGER, prompt_tokens BLOB, tokens BLOB,
-  log_probs BLOB, temperature REAL, messages TEXT, text TEXT, finish_reason TEXT, created REAL, expires REAL);
-CREATE INDEX samples_by_end ON samples (expires);
-CREATE INDEX samples_of_adapter ON samples (adapter);
-CREATE TABLE requests (
-  owner TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, state TEXT NOT NULL, status INTEGER, response BLOB,
-  adapter TEXT, version INTEGER, created REAL NOT NULL, PRIMARY KEY (owner, key)) WITHOUT ROWID;
-CREATE INDEX requests_of_adapter ON requests (adapter);
-CREATE TABLE feedback (id INTEGER PRIMARY KEY, adapter TEXT NOT NULL, record TEXT NOT NULL);
-CREATE INDEX feedback_of_adapter ON feedback (adapter);
-CREATE TABLE sessions (
-  id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
-  record TEXT NOT NULL);
-CREATE INDEX sessions_of_adapter ON sessions (adapter);
-CREATE TABLE session_turns (
-  session TEXT NOT NULL, n INTEGER NOT NULL, adapter TEXT NOT NULL, prompt_tokens BLOB NOT NULL, tokens BLOB NOT NULL,
-  log_probs BLOB NOT NULL, kept_tokens BLOB, record TEXT NOT NULL, PRIMARY KEY (session, n));
-CREATE INDEX session_turns_of_adapter ON session_turns (adapter);
-CREATE TABLE session_examples (
-  id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
-  state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
-  record TEXT NOT NULL, UNIQUE (session, n, kind));
-CREATE INDEX session_examples_of_adapter ON session_examples (adapter, state);
-CREATE INDEX sessions_by_age ON sessions (adapter, created, id);
-CREATE INDEX adapters_by_age ON adapters (owner, deleted, created, id);
-CREATE TABLE closings (stamp TEXT NOT NULL);
-CREATE TABLE shrunk (adapter TEXT PRIMARY KEY, head INTEGER NOT NULL);
-CREATE TABLE usage (
-  key TEXT NOT NULL, day INTEGER NOT NULL, kind TEXT NOT NULL, amount INTEGER NOT NULL, PRIMARY KEY (key, day, kind))
-"""
+# `user_version` of a file: of this version, and of those with the tables of the first revision and no table of it.
+SCHEMA, _FIRST_SCHEMA = 3, 2
 SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
 _USAGE_DAYS = 31  # Days for which the use of keys is kept.
 
@@ -107,161 +64,80 @@ class RequestRow:
   adapter: str | None  # The adapter that it is about.
   version: int | None  # The version that it made.
   created: float
+  replica: str = ''  # The replica that runs it, or has run it.
 
 
 class Database:
-  """The only connection to the database file; any thread may call."""
+  """The rows of a store; any thread may call. Use `Database.open`."""
 
-  def __init__(self, path: pathlib.Path, root: str, stamp: str | None = None):
-    """Open the file, or make a new one.
+  def __init__(self, connections: Connections, *, is_new: bool, trusted: bool = False):
+    """Make it from connections to a database that has all tables; use `open` instead."""
+    self.connections = connections
+    self.is_new = is_new  # Whether it knew nothing of the root when it was opened.
+    self.trusted = trusted  # Whether the last process has closed the file and the root together, in order.
 
-    A file that belongs to another root or is damaged is moved aside and replaced by a new one.
+  @classmethod
+  def open(cls, place: str | os.PathLike, root: str, stamp: str | None = None) -> Database:
+    """Open a database, or make a new one.
 
     Args:
-      path: the path of the file; no other process may use it.
+      place: a local file, which no other process may use and which is moved aside and replaced by a new one if it is
+        damaged or belongs to another root; or postgresql://….
       root: the id of the root that it belongs to.
       stamp: the stamp of the root's last orderly end; None: it has none.
 
     Raises:
-      UserError: a later version of sdpo_jax has written it, or it can be neither opened nor made.
+      UserError: a later version of sdpo_jax has written it, it is in PostgreSQL and belongs to another root, or it can
+        be neither opened nor made.
     """
-    self._path, self._lock, self._stamp = path, threading.RLock(), stamp
-    self.folder = str(path.parent)
-    self.trusted = False  # Whether the last process has closed the file and the root together, in order.
-    self.failed = False  # Whether reading or writing has failed since the last successful `check`.
+    if str(place).startswith(POSTGRES):
+      return _open_postgres(str(place), root)
+    path = pathlib.Path(place)
     try:
       make_private(path.parent)
-      self.is_new = not path.exists()
-      why = None if self.is_new else self._open(root)
-      if why is not None:
-        self._move_aside(why)
-      if why is not None or self.is_new:
-        self._make(root)
+      found = None if not path.exists() else _open_file(path, root, stamp)
+      return found or _make_file(path, root)
     except (sqlite3.Error, OSError) as error:
       raise UserError(
         f'serve.store.database={path} cannot be opened ({first_line(error)}): name a local file that can be written to.'
       ) from error
 
-  def _open(self, root: str) -> str | None:
-    """Open the existing file; return why it cannot be used (None: it can)."""
-    try:
-      self._connect()
-      [(schema,)] = self._connection.execute('PRAGMA user_version')
-      if schema > SCHEMA:
-        raise UserError(
-          f'serve.store.database={self._path} was written by a later version of sdpo_jax: install that, or name '
-          'another file, which is then rebuilt from the root.'
-        )
-      if schema < SCHEMA:
-        if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
-          raise UserError(
-            f'serve.store.database={self._path} belongs to another program or an earlier version of sdpo_jax: name '
-            'another file.'
-          )
-        self._connection.close()
-        self.is_new = True  # The file was not completed.
-        return None
-      tables = self._connection.execute("SELECT name FROM sqlite_master WHERE name = 'closings'").fetchall()
-      stamps = [stamp for (name,) in tables for (stamp,) in self._connection.execute(f'SELECT stamp FROM {name}')]
-      self.trusted = self._stamp is not None and stamps == [self._stamp]
-      if not self.trusted and self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
-        return 'it is damaged'
-      [(known,)] = self._connection.execute('SELECT root FROM meta')
-      if known != root:
-        return 'it belongs to another root'
-      if stamps:  # Before anything changes: if this process is killed, an older root has that stamp, too.
-        with self.writing(full=True) as rows:
-          rows.execute('DELETE FROM closings')
-      return None
-    except (sqlite3.DatabaseError, ValueError) as error:
-      if isinstance(error, sqlite3.OperationalError):
-        raise
-      return f'it is damaged ({first_line(error)})'
+  @property
+  def shared(self) -> bool:
+    """Whether other processes may use it, too."""
+    return self.connections.dialect != 'sqlite'
 
-  def _connect(self) -> None:
-    # Made here, since SQLite gives the files beside it the same permissions.
-    os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-    # With exclusive locking, the index of the write-ahead log needs no shared memory.
-    for pragma in ('locking_mode=EXCLUSIVE', 'journal_mode=WAL', 'synchronous=FULL', 'secure_delete=ON'):
-      self._connection.execute(f'PRAGMA {pragma}').fetchall()
-    self._full = True
-
-  def _make(self, root: str) -> None:
-    self.is_new = True
-    self._connect()
-    with self.writing(full=True) as rows:
-      for statement in _TABLES.split(';'):
-        rows.execute(statement)
-      rows.execute('INSERT INTO meta VALUES (?)', (root,))
-      rows.execute(f'PRAGMA user_version={SCHEMA}')
-
-  def _move_aside(self, why: str) -> None:
-    self._connection.close()
-    self.trusted = False
-    aside = self._path.with_name(f'{self._path.name}.{secrets.token_hex(4)}.aside')
-    for suffix in ('-wal', '-shm', ''):
-      with contextlib.suppress(FileNotFoundError):
-        os.replace(f'{self._path}{suffix}', f'{aside}{suffix}')
-    _logger.warning('%s was renamed to %s, because %s; a new one is filled from the root.', self._path, aside, why)
+  @property
+  def failed(self) -> bool:
+    """Whether reading or writing has failed since the last successful `check`."""
+    return self.connections.failed
 
   def close(self) -> None:
-    """Close the connection; later calls fail."""
-    with self._lock:
-      self._connection.close()
+    """Close the connections; later calls fail."""
+    self.connections.close()
 
-  @contextlib.contextmanager
-  def writing(self, *, full: bool = False) -> Iterator[sqlite3.Connection]:
-    """Provide the connection within a transaction, which is rolled back if the block raises.
-
-    Args:
-      full: whether the transaction must be on the disk when it ends.
-
-    Raises:
-      StorageFailed: the database cannot be written.
-    """
-    with self._lock, self._failures():
-      if full != self._full:
-        self._connection.execute(f'PRAGMA synchronous={"FULL" if full else "NORMAL"}')
-        self._full = full
-      self._connection.execute('BEGIN IMMEDIATE')
-      try:
-        yield self._connection
-        self._connection.execute('COMMIT')
-      except BaseException:
-        if self._connection.in_transaction:
-          self._connection.execute('ROLLBACK')
-        raise
+  def writing(self, *, full: bool = False, alone: str | None = None) -> contextlib.AbstractContextManager[Rows]:
+    """Run a block in a transaction, see `Connections.writing`."""
+    return self.connections.writing(full, alone)
 
   def truncate_log(self) -> None:
-    """Move the write-ahead log into the database and truncate it, so that no erased data remain in the log."""
-    with self._lock, self._failures():
-      self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
+    """Move the write-ahead log of SQLite into the database, so that no erased data remain in the log."""
+    self.connections.truncate_log()
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
     """Return the rows of a query; `values` fill its placeholders."""
-    with self._lock, self._failures():
-      try:
-        return self._connection.execute(query, values).fetchall()
-      except UnicodeEncodeError:  # A value has a lone surrogate, which JSON can hold and no row does.
-        return []
-
-  @contextlib.contextmanager
-  def _failures(self) -> Iterator[None]:
+    if any(isinstance(value, str) and '\0' in value for value in values):  # Which no row of PostgreSQL has.
+      return []
     try:
-      yield
-    except sqlite3.Error as error:
-      self.failed = True
-      raise StorageFailed(
-        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and '
-        'retry; if the file is damaged, restart the service, which rebuilds it from the root.'
-      ) from error
+      return self.connections.read(query, values)
+    except UnicodeEncodeError:  # A value has a lone surrogate, which JSON can hold and no row does.
+      return []
 
   def check(self) -> None:
-    """Write what is there already; raises StorageFailed if the file cannot be written."""
+    """Write what is there already; raises StorageFailed if it cannot be written."""
     with self.writing(full=True) as rows:
       rows.execute('UPDATE meta SET root = root')
-    self.failed = False
+    self.connections.failed = False
 
   def unfinished(self) -> bool:
     """Return whether the next start has something to finish or to read again."""
@@ -305,7 +181,7 @@ class Database:
     rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
-  def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
+  def put_head(self, rows: Rows, head: Head, tag: str) -> None:
     """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
     adapter = head.adapter
     first = 1
@@ -314,7 +190,7 @@ class Database:
       first = end + 1
     own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
     texts = {'settings': json.dumps(adapter.settings), 'pinned': json.dumps(head.pinned)}
-    put(rows, 'adapters', vars(adapter) | own | texts, conflict='REPLACE')
+    put(rows, 'adapters', vars(adapter) | own | texts | {'deleted': 0}, key='id')
 
   def to_shrink(self, keep: int, before: float) -> list[AdapterRecord]:
     """Return the adapters with more versions than are kept, or with all versions made before a time.
@@ -324,23 +200,24 @@ class Database:
       before: seconds since the epoch. Adapters whose newest version is noted in the table `shrunk` are left out.
     """
     rows = self.read(
-      f'SELECT {_ADAPTER} FROM adapters WHERE NOT deleted AND ((? > 0 AND head - ? > kept_from) OR ('
+      f'SELECT {_ADAPTER} FROM adapters WHERE deleted = 0 AND ((? > 0 AND head - ? > kept_from) OR ('
       'EXISTS (SELECT 1 FROM versions v WHERE v.adapter = adapters.id AND v.number = head AND v.created <= ?) '
       'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))',
       (keep, keep, before),
     )
     return [_known(row).head.adapter for row in rows]
 
-  def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
+  def mark_deleted(self, rows: Rows, adapter: str) -> None:
     """Hide an adapter, since its data are about to be erased."""
     rows.execute('UPDATE adapters SET deleted = 1 WHERE id = ?', (adapter,))
 
-  def erase(self, rows: sqlite3.Connection, adapter: str) -> None:
+  def erase(self, rows: Rows, adapter: str) -> None:
     """Erase all rows about an adapter, including requests with several parts of which one is about it."""
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
-    wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
+    # Keys are digests of 64 characters; that of a part has the digest of the whole first.
+    wholes = 'SELECT owner, substr(key, 1, 64) FROM requests WHERE adapter = ? AND length(key) > 64'
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', 'shrunk', *SESSION_TABLES):
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', 'shrunk', 'leases', *SESSION_TABLES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.
@@ -365,17 +242,22 @@ class Database:
     """Return the ids of the adapters with a damaged version."""
     return {adapter for (adapter,) in self.read('SELECT adapter FROM versions WHERE damaged IS NOT NULL')}
 
-  def put_version(self, rows: sqlite3.Connection, manifest: VersionManifest) -> None:
+  def put_version(self, rows: Rows, manifest: VersionManifest) -> None:
     """Insert or replace a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
-    put(rows, 'versions', vars(version) | made | {'details': json.dumps(version.details)}, conflict='REPLACE')
+    put(
+      rows,
+      'versions',
+      vars(version) | made | {'details': json.dumps(version.details), 'damaged': None},
+      key='adapter, number',
+    )
 
-  def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
+  def put_damaged(self, rows: Rows, adapter: str, number: int, damaged: str) -> None:
     """Insert or replace a version as damaged, with a sentence about the damage."""
-    put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, conflict='REPLACE')
+    put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, key='adapter, number')
 
-  def drop_versions(self, rows: sqlite3.Connection, adapter: str, first: int, end: int) -> None:
+  def drop_versions(self, rows: Rows, adapter: str, first: int, end: int) -> None:
     """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
     rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
 
@@ -385,13 +267,19 @@ class Database:
     """Return the folder names of versions whose commit may not have ended, by the id of their adapter."""
     return dict(self.read('SELECT adapter, version FROM intents'))
 
-  def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Drop the intent of an adapter, since the outcome of its commit is known."""
-    rows.execute('DELETE FROM intents WHERE adapter = ?', (adapter,))
+  def intent(self, adapter: str) -> tuple[str, str] | None:
+    """Return the folder of an adapter, and that of a version whose commit may not have ended; None: there is none."""
+    rows = self.read('SELECT folder, version FROM intents WHERE adapter = ?', (adapter,))
+    return rows[0] if rows else None
+
+  def drop_intent(self, rows: Rows, adapter: str, version: str | None = None) -> None:
+    """Drop the intent of an adapter, or only that to commit a version, by its folder name: the outcome is known."""
+    chosen = {'adapter': adapter} if version is None else {'adapter': adapter, 'version': version}
+    rows.execute(f'DELETE FROM intents WHERE {" AND ".join(f"{name} = ?" for name in chosen)}', tuple(chosen.values()))
 
   # Samples.
 
-  def put_sample(self, rows: sqlite3.Connection, sample: SampleRecord) -> None:
+  def put_sample(self, rows: Rows, sample: SampleRecord) -> None:
     """Insert a sample."""
     values = {
       'prompt_tokens': np.asarray(sample.prompt_tokens, '<i4').tobytes(),
@@ -419,7 +307,7 @@ class Database:
     }
     return found['expires'], SampleRecord(**found | values)
 
-  def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
+  def expire_samples(self, rows: Rows, now: float, forgotten: float) -> int:
     """Erase the contents of expired samples, and return how many were erased.
 
     Samples that expired before the time `forgotten` are dropped altogether.
@@ -436,7 +324,7 @@ class Database:
 
   def request(self, owner: str, key: str) -> RequestRow | None:
     """Return the row of an owner's request by the digest of its key; None: there is none."""
-    query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
+    query = f'SELECT {", ".join(_REQUEST)} FROM requests WHERE owner = ? AND key = ?'
     rows = self.read(query, (owner, key))
     return RequestRow(*rows[0]) if rows else None
 
@@ -449,32 +337,35 @@ class Database:
     )
     return RequestRow(rows[0][0], 'made', None, None, *rows[0][1:]) if rows else None
 
-  def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
+  def put_request(self, rows: Rows, owner: str, key: str, row: RequestRow) -> None:
     """Insert or replace a request."""
-    put(rows, 'requests', {**vars(row), 'owner': owner, 'key': key}, conflict='REPLACE')
+    put(rows, 'requests', {**vars(row), 'owner': owner, 'key': key}, key='owner, key')
 
-  def drop_request(self, rows: sqlite3.Connection, owner: str, key: str) -> None:
+  def drop_request(self, rows: Rows, owner: str, key: str) -> None:
     """Drop a request, so that it can be sent again."""
     rows.execute('DELETE FROM requests WHERE owner = ? AND key = ?', (owner, key))
 
-  def note_made(
-    self, rows: sqlite3.Connection, owner: str, request: RequestId, adapter: str, version: int | None
-  ) -> None:
+  def note_made(self, rows: Rows, owner: str, request: RequestId, adapter: str, version: int | None) -> None:
     """Store which version (None: none) a request has made, so that a repeat does not make it again."""
     rows.execute(
       "UPDATE requests SET state = 'made', adapter = ?, version = ? WHERE owner = ? AND key = ?",
       (adapter, version, owner, request.key),
     )
 
-  def note_about(self, rows: sqlite3.Connection, owner: str, key: str, adapter: str) -> None:
+  def note_about(self, rows: Rows, owner: str, key: str, adapter: str) -> None:
     """Store which adapter a request is about."""
     rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
 
-  def drop_open_requests(self, rows: sqlite3.Connection) -> None:
+  def is_there(self, rows: Rows, adapter: str, owner: str) -> bool:
+    """Return whether an owner has an adapter, which then cannot be erased before the transaction ends."""
+    query = 'SELECT 1 FROM adapters WHERE id = ? AND owner = ? AND deleted = 0' + ' FOR SHARE' * self.shared
+    return bool(rows.execute(query, (adapter, owner)).fetchall())
+
+  def drop_open_requests(self, rows: Rows) -> None:
     """Drop requests that had made nothing when their process ended, so that they can be sent again."""
     rows.execute("DELETE FROM requests WHERE state = 'open'")
 
-  def expire_requests(self, rows: sqlite3.Connection, before: float) -> int:
+  def expire_requests(self, rows: Rows, before: float) -> int:
     """Drop finished requests that began before a time; return how many."""
     return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
 
@@ -498,7 +389,7 @@ class Database:
       rows.executemany(
         'INSERT INTO usage (key, day, kind, amount) VALUES (?, ?, ?, ?) '
         'ON CONFLICT (key, day, kind) DO UPDATE SET amount = usage.amount + excluded.amount',
-        [(*name, amount) for name, amount in amounts.items()],
+        [(*name, amount) for name, amount in sorted(amounts.items())],  # In one order, or processes block each other.
       )
       newest = max(day for _, day, _ in amounts)
       rows.execute('DELETE FROM usage WHERE day < ?', (newest - _USAGE_DAYS,))
@@ -508,19 +399,24 @@ class Database:
 
 _ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, pinned, tag, deleted'
 _VERSION = 'adapter, number, parent, reason, created, digest, previous, details, request_key, request_body, damaged'
+_REQUEST = [field.name for field in dataclasses.fields(RequestRow)]
 _SAMPLE = [field.name for field in dataclasses.fields(SampleRecord)]
 
 
-def put(
-  rows: sqlite3.Connection,
-  table: str,
-  values: Mapping[str, Any],
-  *,
-  conflict: Literal['ABORT', 'IGNORE', 'REPLACE'] = 'ABORT',
-) -> None:
-  """Insert a row, given as values by column; `conflict` is what SQLite does if a row has the same key."""
+def put(rows: Rows, table: str, values: Mapping[str, Any], *, key: str | None = None, replace: bool = True) -> None:
+  """Insert a row, given as values by column.
+
+  Args:
+    rows: the connection within a transaction.
+    table: the name of the table.
+    values: the values by column.
+    key: the columns of a primary key or unique constraint, of which there may be a row already; None: there is none.
+    replace: whether such a row gets these values; otherwise it stays as it is.
+  """
   columns, places = ', '.join(values), ', '.join('?' * len(values))
-  rows.execute(f'INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})', tuple(values.values()))
+  changed = ', '.join(f'{name} = excluded.{name}' for name in values)
+  also = '' if key is None else f' ON CONFLICT ({key}) DO ' + (f'UPDATE SET {changed}' if replace else 'NOTHING')
+  rows.execute(f'INSERT INTO {table} ({columns}) VALUES ({places}){also}', tuple(values.values()))
 
 
 def _known(row: tuple) -> Known:
@@ -536,3 +432,92 @@ def _known_version(row: tuple) -> KnownVersion:
   version = Version(adapter, number, parent, reason, created, digest, json.loads(details))
   request = None if key is None else RequestId(key, body)
   return KnownVersion(number, VersionManifest(version, previous, request, {}), None)
+
+
+def _open_file(path: pathlib.Path, root: str, stamp: str | None) -> Database | None:
+  """Open an existing file; None: it was not completed, or it cannot be used and was moved aside."""
+  with contextlib.ExitStack() as closing:
+    try:
+      connection = SqliteConnection(path)
+      closing.callback(connection.close)
+      [(schema,)] = connection.raw.execute('PRAGMA user_version')
+      if schema < _FIRST_SCHEMA:
+        if connection.raw.execute('SELECT count(*) FROM sqlite_master').fetchall() == [(0,)]:
+          return None
+        raise UserError(
+          f'serve.store.database={path} belongs to another program or an earlier version of sdpo_jax: name another '
+          'file.'
+        )
+      revisions = [(migrations.FIRST,)]
+      if schema > _FIRST_SCHEMA:
+        revisions = connection.raw.execute('SELECT version_num FROM alembic_version').fetchall()
+      if schema > SCHEMA or not migrations.is_known(revisions[0][0]):
+        raise UserError(
+          f'serve.store.database={path} was written by a later version of sdpo_jax: install that, or name another '
+          'file, which is then rebuilt from the root.'
+        )
+      stamps = connection.raw.execute('SELECT stamp FROM closings').fetchall()
+      trusted = stamp is not None and stamps == [(stamp,)]
+      if not trusted and connection.raw.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
+        raise ValueError('it is damaged')
+      if connection.raw.execute('SELECT root FROM meta').fetchall() != [(root,)]:
+        raise ValueError('it belongs to another root')
+      if stamps or schema < SCHEMA or revisions[0][0] != migrations.NEWEST:
+        with connection.writing(True, None) as rows:
+          # Before anything changes: if this process is killed, an older root has that stamp, too.
+          rows.execute('DELETE FROM closings')
+          if schema == _FIRST_SCHEMA:
+            rows.execute('CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)')
+            put(rows, 'alembic_version', {'version_num': migrations.FIRST})
+          _upgrade(rows, connection, revisions[0][0])
+      closing.pop_all()
+      return Database(connection, is_new=False, trusted=trusted)
+    except (sqlite3.DatabaseError, ValueError, IndexError) as error:
+      if isinstance(error, sqlite3.OperationalError):
+        raise
+      why = f'it is damaged ({first_line(error)})' if isinstance(error, sqlite3.Error) else first_line(error)
+  aside = path.with_name(f'{path.name}.{secrets.token_hex(4)}.aside')
+  for suffix in ('-wal', '-shm', ''):
+    with contextlib.suppress(FileNotFoundError):
+      os.replace(f'{path}{suffix}', f'{aside}{suffix}')
+  _logger.warning('%s was renamed to %s, because %s; a new one is filled from the root.', path, aside, why)
+  return None
+
+
+def _make_file(path: pathlib.Path, root: str) -> Database:
+  connection = SqliteConnection(path)
+  with connection.writing(True, None) as rows:
+    _upgrade(rows, connection, None)
+    put(rows, 'meta', {'root': root})
+  return Database(connection, is_new=True)
+
+
+def _open_postgres(url: str, root: str) -> Database:
+  connections = PostgresConnections(url)
+  with contextlib.ExitStack() as closing:
+    closing.callback(connections.close)
+    with connections.writing(True, 'tables') as rows:
+      [(there,)] = rows.execute("SELECT to_regclass('alembic_version') IS NOT NULL").fetchall()
+      revision = rows.execute('SELECT version_num FROM alembic_version').fetchone()[0] if there else None
+      if revision is not None and not migrations.is_known(revision):
+        raise UserError(
+          f'serve.store.database={connections.name} was written by a later version of sdpo_jax: install that, or name '
+          'another database, which is then filled from the root.'
+        )
+      _upgrade(rows, connections, revision)
+      known = rows.execute('SELECT root FROM meta').fetchall()
+    if known not in ([], [(root,)]):
+      raise UserError(
+        f'serve.store.database={connections.name} belongs to another serve.store.root: name that one, or another '
+        'database.'
+      )
+    closing.pop_all()
+    return Database(connections, is_new=not known, trusted=bool(known))
+
+
+def _upgrade(rows: Rows, connections: Connections, revision: str | None) -> None:
+  """Bring the tables from a revision (None: there are none) to the newest one."""
+  for statement in migrations.statements(connections.dialect, revision):
+    rows.execute(statement)
+  if connections.dialect == 'sqlite':
+    rows.execute(f'PRAGMA user_version={SCHEMA}')

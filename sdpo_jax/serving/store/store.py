@@ -28,6 +28,7 @@ from sdpo_jax.models import file_lock
 from sdpo_jax.serving.errors import (
   Damaged,
   Gone,
+  HeldElsewhere,
   InFlight,
   InvalidRequest,
   NameTaken,
@@ -40,7 +41,9 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.records import AdapterRecord, OptimizerState, Reason, SampleRecord, Version
 from sdpo_jax.serving.store import optimizer_states, store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
+from sdpo_jax.serving.store.connections import POSTGRES, Rows
 from sdpo_jax.serving.store.database import Database, Known, RequestRow, put
+from sdpo_jax.serving.store.leases import Leases
 from sdpo_jax.serving.store.versions import Arrays, Base, BlobKey, Head, RequestId, VersionManifest
 from sdpo_jax.serving.tool_calls import flaw_of
 
@@ -106,10 +109,11 @@ class Store:
     retention: Retention,
     clock: Callable[[], float],
     held: contextlib.ExitStack,
+    leases: Leases | None = None,
   ):
     """Make a store from open parts; use `open` instead."""
     self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
-    self._held = held
+    self._held, self.leases = held, leases
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
     self._lock = threading.Lock()  # Guards the fields below.
     self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being created.
@@ -130,21 +134,24 @@ class Store:
   def open(
     cls,
     root: str,
-    database: pathlib.Path,
+    database: str | pathlib.Path,
     *,
     base: Base,
     retention: Retention = Retention(),
     clock: Callable[[], float] = time.time,
+    url: str = '',
     **options: Any,
   ) -> Store:
     """Open a store, or make one, and finish or undo what dead processes have left unfinished.
 
     Args:
       root: the place of the versions: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
-      database: a local file; it is rebuilt from the root if it is missing, damaged or of another root.
+      database: a local file; it is rebuilt from the root if it is missing, damaged or of another root. Or
+        postgresql://…, which replicas share, with a root that is no local folder; an empty one is filled from the root.
       base: the model and the shape of its adapters.
       retention: what is stored, and for how long.
       clock: returns seconds since the epoch.
+      url: where other replicas reach this process.
       options: options for obstore's store, unless the root is a local folder.
 
     Raises:
@@ -155,19 +162,26 @@ class Store:
       held.callback(blobs.close)
       if is_local(blobs.name):
         _lock(held, pathlib.Path(blobs.name) / 'LOCK', f'serve.store.root={root}')
+      if not str(database).startswith(POSTGRES):
+        database = pathlib.Path(database)
+        try:
+          make_private(database.parent)
+        except OSError as error:
+          raise UserError(
+            f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be '
+            'written to.'
+          ) from error
+        _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
-        make_private(database.parent)
-      except OSError as error:
-        raise UserError(
-          f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be '
-          'written to.'
-        ) from error
-      _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
-      try:
-        rows = Database(database, _identify(blobs, base), store_recovery.take_stamp(blobs))
+        identity = _identify(blobs, base)
+        rows = Database.open(database, identity, store_recovery.take_stamp(blobs))
         held.callback(rows.close)
-        store = cls(blobs, rows, base, retention, clock, held)
-        store._lost.update(store_recovery.recover(blobs, rows, clock()))
+        leases = Leases(rows, url) if rows.shared else None
+        if leases is not None:
+          held.callback(leases.close)
+        store = cls(blobs, rows, base, retention, clock, held, leases)
+        with contextlib.nullcontext() if leases is None else leases.filling(identity):
+          store._lost.update(store_recovery.recover(blobs, rows, clock()))
         store._closed = False
       except StorageFailed as error:
         raise UserError(f'The store cannot be opened: {error}') from error
@@ -193,7 +207,8 @@ class Store:
 
     Disks are asked for their free space. Only after a write has failed, one is tried every `_AGAIN` seconds.
     """
-    if any(_free(place) < 2 * self._need for place in (self.blobs.name, self.database.folder) if is_local(place)):
+    places = self.blobs.name, self.database.connections.folder
+    if any(_free(place) < 2 * self._need for place in places if place and is_local(place)):
       return 'The disk is full.'
     with self._lock:
       failed = self.blobs.failed or self.database.failed
@@ -250,14 +265,18 @@ class Store:
     """
     _check_name(owner, name)
     self._settle_all(owner)
+    self.hold_owner(owner)
+    taken = NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
     with self._lock:
-      if (owner, name) in self._names or self.database.by_name(owner, name) is not None:
-        raise NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
+      if (owner, name) in self._names:
+        raise taken
       self._names.add((owner, name))
     try:
+      if self.database.by_name(owner, name) is not None:
+        raise taken
       now = self.clock()
       adapter = AdapterRecord(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
-      with self._alone(adapter.id):
+      with self._alone(adapter.id, new=True):
         arrays = versions.fresh(self.base.adapter, self.base.rows, seed) if arrays is None else arrays
         return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request, seed)
     finally:
@@ -332,10 +351,11 @@ class Store:
         if expected is not None and adapter.head != expected:
           raise _conflict(adapter)
       folder = versions.adapter_folder(owner, id)
-      tombstone = json.dumps({'format': versions.FORMAT, 'adapter': id, 'deleted': self.clock()}) + '\n'
+      with self._fenced(id) as rows:
+        put(rows, 'intents', {'adapter': id, 'folder': folder, 'version': ''}, key='adapter')
       self._doubt(owner, id)  # Until everything is erased.
       with contextlib.suppress(FileExistsError):
-        self.blobs.put_new(folder, {versions.TOMBSTONE: tombstone.encode()})
+        self.blobs.put_new(folder, {versions.TOMBSTONE: _tombstone(id, self.clock())})
       store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
         for kept in (self._doubtful, self._lost, self._locks, self._states):
@@ -502,7 +522,7 @@ class Store:
       if (
         keep and adapter.head - 2 * keep > known.head.kept_from
       ):  # `retain` is too rare for one that learns all the time.
-        with self._alone(id), contextlib.suppress(VersionConflict, Damaged):
+        with contextlib.suppress(VersionConflict, Damaged, HeldElsewhere), self._alone(id):
           self._shrink(adapter, -math.inf)
     except (NotFound, FileNotFoundError):  # The adapter or the version was removed.
       pass
@@ -524,8 +544,11 @@ class Store:
     now = self.clock() if now is None else now
     removed, failed = 0, None
     for id in list(self._doubtful):
-      with self._alone(id), contextlib.suppress(Damaged):
+      with contextlib.suppress(Damaged, HeldElsewhere), self._alone(id):
         self._settle(id)
+    if self.leases is not None:
+      self._adopt()
+      self.leases.forget_dead()
     for id in list(self._states):
       self._writer.submit(self._write_state, id)
     idle = now - self.retention.idle_s
@@ -533,9 +556,9 @@ class Store:
       if adapter.id in self._states:  # It has just learned, or its state must be written first.
         continue
       try:
-        with self._alone(adapter.id):
+        with self._visiting(adapter.id):
           removed += self._shrink(adapter, idle)
-      except (NotFound, VersionConflict, Damaged):  # It was deleted, changed meanwhile, or is damaged.
+      except (NotFound, VersionConflict, Damaged, HeldElsewhere):  # It was deleted, changed meanwhile, or is damaged.
         continue
       except StorageFailed as error:  # The others first.
         failed = error
@@ -570,7 +593,7 @@ class Store:
     self._remove(adapter.owner, adapter.id, folder, {*moments, *(key for key, _ in old)})
     if is_idle:
       with self.database.writing() as rows:
-        put(rows, 'shrunk', {'adapter': adapter.id, 'head': adapter.head}, conflict='REPLACE')
+        put(rows, 'shrunk', {'adapter': adapter.id, 'head': adapter.head}, key='adapter')
     return len({of.version for _, of in old})
 
   def _remove(self, owner: str, id: str, folder: str, keys: Iterable[str]) -> None:
@@ -622,15 +645,15 @@ class Store:
       self.blobs.put_new(place, stored, last={versions.MANIFEST: content})
       with self._lock:
         self._written += sum(map(len, (*stored.values(), content)))
-      with self.database.writing(full=True) as rows:
+      with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
         intent = {'adapter': adapter.id, 'folder': folder, 'version': manifest.folder}
-        put(rows, 'intents', intent, conflict='REPLACE')
+        put(rows, 'intents', intent, key='adapter')
     except BaseException:
       self._discard(adapter.id, folder, manifest)
       raise
     digest = manifest.version.digest
     if before is None:
-      head = Head(adapter, digest, digest)
+      head = Head(adapter, digest, digest, epoch=self._epoch(adapter.id))
     else:
       head = dataclasses.replace(before, adapter=adapter, digest=digest)
     self._swap_head(head, tagged, request, manifest)
@@ -663,14 +686,16 @@ class Store:
       self._doubt(adapter.owner, adapter.id)
       raise
     try:
-      with self.database.writing(full=True) as rows:
+      with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (tagged is None)) as rows:
         if manifest is not None:
           self.database.put_version(rows, manifest)
           self.database.drop_intent(rows, adapter.id)
         self.database.put_head(rows, head, versions.tag_of(content))
         if request is not None:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
-    except StorageFailed as error:
+    except (StorageFailed, HeldElsewhere) as error:
+      if tagged is None and isinstance(error, HeldElsewhere):  # Whoever has it now has taken it for unfinished.
+        raise
       # HEAD has moved, so the version exists. The database follows when it can be written again.
       _logger.warning(
         '%s is at version %d, but the database could not be updated yet: %s', adapter.id, adapter.head, error
@@ -691,7 +716,7 @@ class Store:
     try:
       self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)
       with self.database.writing() as rows:
-        self.database.drop_intent(rows, id)
+        self.database.drop_intent(rows, id, manifest.folder)
     except StorageFailed:
       self._remains = True
 
@@ -708,6 +733,8 @@ class Store:
       if tagged is None:
         raise store_recovery.no_head(self.blobs, folder)
     head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
+    if head.epoch > self._epoch(id):
+      raise HeldElsewhere('')
     if head.adapter.head != expected:
       raise _conflict(head.adapter)
     return head, tagged
@@ -734,8 +761,12 @@ class Store:
   def _known(self, owner: str, id: str) -> Known:
     """Return the database entry of an owner's adapter; raises NotFound if there is none."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
-      with self._alone(id):
-        self._settle(id)
+      try:
+        with self._alone(id):
+          self._settle(id)
+      except HeldElsewhere:  # By a replica that has settled it.
+        with self._lock:
+          self._doubtful.pop(id, None)
     known = self.database.known(id)
     if known is None or known.deleted or known.head.adapter.owner != owner:
       if lost := self._lost_of(owner, id):
@@ -769,8 +800,13 @@ class Store:
     return why if folder is not None and folder == versions.adapter_folder(owner, id) else None
 
   @contextlib.contextmanager
-  def _alone(self, id: str) -> Iterator[None]:
-    """Hold the reentrant lock of an adapter; raises StorageFailed if the store was closed."""
+  def _alone(self, id: str, *, new: bool = False) -> Iterator[None]:
+    """Hold the reentrant lock of an adapter, and its lease, which for a `new` one needs nothing to be put right.
+
+    Raises:
+      StorageFailed: the store was closed, or there is no way to know who has the lease.
+      HeldElsewhere: another replica has it.
+    """
     with self._lock:
       if self._closed:
         raise StorageFailed('The store is closed.')
@@ -778,20 +814,91 @@ class Store:
       self._changes += 1
     try:
       with lock:
+        if self.leases is not None and self.leases.epoch(id) is None:
+          epoch = self.leases.take(id)
+          if not new:
+            self._fence_off(id, epoch)
+          self.leases.confirm(id, epoch)
         yield
     finally:
       with self._lock:
         self._changes -= 1
+
+  # Replicas.
+
+  def hold(self, owner: str, id: str) -> None:
+    """Make this replica the one that changes an adapter; raises HeldElsewhere if another one is, or as `adapter`."""
+    self._known(owner, id)
+    with self._alone(id):
+      pass
+
+  def hold_owner(self, owner: str) -> None:
+    """Make this replica the one that creates adapters of an owner; raises HeldElsewhere if another one is."""
+    key = versions.adapter_folder(owner, '')
+    if self.leases is None or self.leases.epoch(key) is not None:
+      return
+    epoch = self.leases.take(key)
+    self._adopt()  # A dead replica may just have created one.
+    self.leases.confirm(key, epoch)
+
+  def _adopt(self) -> None:
+    """Put right what replicas that live no more have left unfinished."""
+    for id in self.leases.unfinished():
+      with contextlib.suppress(NotFound, Damaged, HeldElsewhere), self._visiting(id):
+        pass
+
+  @contextlib.contextmanager
+  def _visiting(self, id: str) -> Iterator[None]:
+    """Hold an adapter as `_alone` does, and give a lease that was taken for it back."""
+    ours = self.leases is None or self.leases.epoch(id) is not None
+    try:
+      with self._alone(id):
+        yield
+    finally:
+      if not ours:
+        self.leases.give_back(id)
+
+  def _fence_off(self, id: str, epoch: int) -> None:
+    """Write a new epoch into HEAD, so that a former holder cannot move it any more, and settle what that has left."""
+    known, intent = self.database.known(id), self.database.intent(id)
+    if known is None and intent is None:
+      return
+    folder = intent[0] if known is None else versions.adapter_folder(known.head.adapter.owner, id)
+    key = f'{folder}/{versions.HEAD}'
+    while (tagged := self.blobs.tagged(key)) is not None:
+      with contextlib.suppress(LostSwapError):  # A slow holder has just moved it.
+        try:
+          head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
+          self.blobs.swap(key, versions.write_head(dataclasses.replace(head, epoch=epoch)), tagged)
+        except Damaged:  # Nobody can move it.
+          pass
+        break
+    else:
+      if known is None:  # Whoever creates it may be slow, and must not end any more.
+        with contextlib.suppress(FileExistsError):
+          self.blobs.put_new(folder, {versions.TOMBSTONE: _tombstone(id, self.clock())})
+    store_recovery.settle(self.blobs, self.database, folder, id, self.clock())
+    with self._lock:
+      self._doubtful.pop(id, None)
+
+  def _epoch(self, id: str) -> int:
+    return 0 if self.leases is None else self.leases.epoch(id) or 0
+
+  @contextlib.contextmanager
+  def _fenced(self, *keys: str) -> Iterator[Rows]:
+    """Write to the database while no other replica can take these leases over."""
+    with self.database.writing(full=True) as rows:
+      for key in keys if self.leases is not None else ():
+        self.leases.check(rows, key)
+      yield rows
 
   # Samples.
 
   def keep_sample(self, sample: SampleRecord) -> None:
     """Store a sample until it expires; raises NotFound if its adapter was deleted meanwhile."""
     with self.database.writing() as rows:
-      if sample.adapter is not None:
-        known = self.database.known(sample.adapter)
-        if known is None or known.deleted or known.head.adapter.owner != sample.owner:
-          raise NotFound(f'There is no adapter {short_repr(sample.adapter)}.')
+      if sample.adapter is not None and not self.database.is_there(rows, sample.adapter, sample.owner):
+        raise NotFound(f'There is no adapter {short_repr(sample.adapter)}.')
       self.database.put_sample(rows, sample)
 
   def sample(self, owner: str, id: str) -> SampleRecord:
@@ -839,24 +946,33 @@ class Store:
     return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body))
 
   def _begin(self, owner: str, id: RequestId) -> IdempotentRequest | StoredResponse:
-    since = self.clock() - self.retention.request_ttl_s
+    since, replica = self.clock() - self.retention.request_ttl_s, '' if self.leases is None else self.leases.replica
     self._settle_all(owner)  # The request may have made something before it failed.
-    with self._lock:
-      row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
-      under_way = (owner, id.key) in self._under_way
-      if row is not None and (under_way or row.created > since):
-        if row.body != id.body:
-          raise Unprocessable(
-            'A different request was sent with this Idempotency-Key: use a new key.', field='Idempotency-Key'
-          )
-        if row.state != 'open' and not under_way:
-          return StoredResponse(row.status, row.response, row.adapter, row.version)
-      if under_way:
-        raise InFlight('A request with this Idempotency-Key is in progress: wait for its response.')
-      with self.database.writing() as rows:
-        row = RequestRow(id.body, 'open', None, None, None, None, self.clock())
+    row = self.database.request(owner, id.key) if replica else None
+    if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
+      self._adopt()  # Likewise.
+    with contextlib.ExitStack() as begun:
+      with self.database.writing(full=bool(replica), alone=f'request {id.key}') as rows:
+        row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
+        under_way = (owner, id.key) in self._under_way
+        if row is not None and row.state == 'open' and row.replica != replica:
+          under_way = self.leases.lives(row.replica)
+          row = row if under_way else self.database.made_by(owner, id.key)
+        if row is not None and (under_way or row.created > since):
+          if row.body != id.body:
+            raise Unprocessable(
+              'A different request was sent with this Idempotency-Key: use a new key.', field='Idempotency-Key'
+            )
+          if row.state != 'open' and not under_way:
+            return StoredResponse(row.status, row.response, row.adapter, row.version)
+        if under_way:
+          raise InFlight('A request with this Idempotency-Key is in progress: wait for its response.')
+        row = RequestRow(id.body, 'open', None, None, None, None, self.clock(), replica)
         self.database.put_request(rows, owner, id.key, row)
-      self._under_way.add((owner, id.key))
+        with self._lock:
+          self._under_way.add((owner, id.key))
+        begun.callback(self._end, IdempotentRequest(owner, id))  # Unless the transaction succeeds.
+      begun.pop_all()
     return IdempotentRequest(owner, id)
 
   def about(self, request: IdempotentRequest, adapter: str) -> None:
@@ -976,6 +1092,10 @@ def _free(place: str) -> int:
     return shutil.disk_usage(place).free
   except OSError:
     return 0
+
+
+def _tombstone(id: str, now: float) -> bytes:
+  return (json.dumps({'format': versions.FORMAT, 'adapter': id, 'deleted': now}) + '\n').encode()
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:

@@ -97,7 +97,8 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
       places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
     lost = _put_right(blobs, database, places.values(), now, writing=False)
   with database.writing(full=True) as rows:
-    database.drop_open_requests(rows)
+    if not database.shared:  # Others may have some in progress.
+      database.drop_open_requests(rows)
   return lost
 
 
@@ -216,7 +217,7 @@ def _put_right(
   if stale:
     with database.writing(full=True) as rows:
       for id in stale:
-        database.drop_intent(rows, id)
+        database.drop_intent(rows, id, intents[id])
   return lost
 
 
@@ -294,14 +295,15 @@ def _remove_garbage(
 ) -> None:
   """Remove the remains of unfinished writes.
 
-  In an object store, other processes may be committing: there only versions in `ours`, begun by processes with this
-  database, are removed at once, and others after `ABANDONED` seconds.
+  In an object store, other processes may be committing unless the adapter has a lease, whose epoch is in HEAD: there
+  only versions in `ours`, begun by processes with this database, are removed at once, and others after `ABANDONED`
+  seconds.
   """
   known = database.known(place.id)
   rows = [] if known is None else database.versions(place.id)
   names = {one.manifest.folder for one in rows if one.manifest is not None}
   unclear = {one.number for one in rows if one.manifest is None}
-  alone = is_local(blobs.name)
+  alone = is_local(blobs.name) or (database.shared and writing)
   garbage = [
     path
     for path, (key, modified) in place.keys.items()

@@ -301,6 +301,7 @@ class Head:
   origin: str  # Digest of the manifest of version 0, which is never removed.
   kept_from: int = 1  # The versions after 0 and before this one were removed, except pinned ones.
   pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Digests of manifests by number, in decimal.
+  epoch: int = 0  # That of the lease under which it was written; 0: there is one process only.
 
 
 def tag_of(content: bytes) -> str:
@@ -329,7 +330,8 @@ def read_head(content: bytes, name: str, folder: str) -> Head:
   digest = values.pop('sha256', None)
   try:
     adapter = AdapterRecord(**values['adapter'])
-    head = Head(adapter, values['digest'], values['origin'], values['kept_from'], values['pinned'])
+    names = ('digest', 'origin', 'kept_from', 'pinned')
+    head = Head(adapter, *(values[name] for name in names), epoch=values.get('epoch', 0))
     known = values['format'] == FORMAT and digest == hashlib.sha256(_json(values)).hexdigest()
     known = known and adapter_folder(adapter.owner, adapter.id) == folder
   except (TypeError, KeyError):

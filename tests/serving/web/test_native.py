@@ -283,7 +283,7 @@ def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, m
   with monkeypatch.context() as broken:
     error = sqlite3.OperationalError(f'disk I/O error: {root}')
     failing = types.SimpleNamespace(execute=lambda *_: (_ for _ in ()).throw(error))
-    broken.setattr(service.store.database, '_connection', failing)
+    broken.setattr(service.store.database.connections, 'raw', failing)
     for path in (f'{ROOT}/adapters', at, f'{at}/versions', '/v1/models', '/v1/lora'):
       ask('GET', path, (503,))
   asked = {'json': {'model': 'told', 'rows': [{'prompt': 'Hi', 'completion': 'Ho'}]}}

@@ -1,0 +1,303 @@
+"""Replicas that share a PostgreSQL and a bucket: who holds an adapter, who takes over, and what a slow one may do."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.errors import HeldElsewhere, InFlight, NameTaken, NotFound, StorageFailed
+from sdpo_jax.serving.store import migrations, versions
+from sdpo_jax.serving.store.blobs import RemoteBlobs
+from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
+from tests.serving.store import store_cases
+from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
+from tests.serving.store.store_cases import arrays, assert_same
+
+
+class Dead(BaseException):
+  """A process was killed here."""
+
+
+class Replicas:
+  """Replicas of one service in this process."""
+
+  def __init__(self, server):
+    self.database, self.root = server.url(), f'memory://{id(self)}'
+    self._open = contextlib.ExitStack()
+
+  def start(self, name: str, **more) -> Store:
+    """Start a replica."""
+    store = Store.open(self.root, self.database, base=store_cases.tiny_base(), url=f'http://{name}', **more)
+    self._open.callback(store.close)
+    return store
+
+  def lose(self, store: Store) -> None:
+    """Let the database take a replica for dead, which does not know it."""
+    store.leases.stopped.set()
+    with store.database.writing(full=True) as rows:
+      rows.execute('UPDATE replicas SET expires = 0 WHERE id = ?', (store.leases.replica,))
+
+  def close(self) -> None:
+    """Stop all."""
+    self._open.close()
+
+
+@pytest.fixture
+def replicas(postgres):  # noqa: F811
+  found = Replicas(postgres)
+  yield found
+  found.close()
+
+
+def head_of(store, adapter):
+  folder = versions.adapter_folder(adapter.owner, adapter.id)
+  return versions.read_head(store.blobs.get(f'{folder}/HEAD'), 'HEAD', folder)
+
+
+def step(store, adapter, head, **more):
+  return store.commit(adapter.owner, adapter.id, head, arrays(head + 1), reason='feedback', details={}, **more)
+
+
+def test_one_replica_changes_an_adapter_and_all_read_it(replicas):
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, first = one.create('ada', 'mine', {'x': 1}, arrays(0))
+  second = step(one, adapter, 0)
+  assert other.versions('ada', adapter.id) == [first, second] and other.count('ada') == 1
+  assert_same(other.arrays(second), arrays(1))
+  with pytest.raises(HeldElsewhere) as caught:
+    step(other, adapter, 1)
+  assert caught.value.url == 'http://one'
+  with pytest.raises(HeldElsewhere):
+    other.create('ada', 'another', {}, arrays(0))  # By whom the owner's names are given.
+  mine, _ = other.create('bob', 'his', {}, arrays(0))
+  epoch = head_of(one, adapter).epoch
+  one.close()  # It gives its leases back.
+  step(other, adapter, 1)
+  assert head_of(other, adapter).epoch > epoch > 0
+  with pytest.raises(NameTaken):
+    other.create('ada', 'mine', {}, arrays(0))
+  other.delete('ada', adapter.id)
+  with pytest.raises(NotFound):
+    other.adapter('ada', adapter.id)
+  assert other.adapter('bob', mine.id)
+
+
+def test_a_slow_holder_is_refused_by_the_epoch_in_head(replicas):
+  slow = replicas.start('slow')
+  adapter, _ = slow.create('ada', 'mine', {}, arrays(0))
+  step(slow, adapter, 0)
+  replicas.lose(slow)
+  new = replicas.start('new')
+  new.hold('ada', adapter.id)
+  files = len(list(new.blobs.list()))
+  with pytest.raises(HeldElsewhere):  # Before the new holder has changed anything.
+    step(slow, adapter, 1)
+  assert len(list(new.blobs.list())) == files and new.adapter('ada', adapter.id).head == 1
+  assert slow.versions('ada', adapter.id) == new.versions('ada', adapter.id)
+  step(new, adapter, 1)
+  with pytest.raises(HeldElsewhere):
+    slow.change_settings('ada', adapter.id, 2, {'x': 1})
+  with pytest.raises(HeldElsewhere):
+    slow.delete('ada', adapter.id)
+  assert slow.adapter('ada', adapter.id).head == 2
+  slow.leases.valid_until = 0.0
+  slow.leases.renew()  # It wakes up, and knows at last.
+  assert slow.leases.epoch(adapter.id) is None
+
+
+def test_a_slow_creation_cannot_take_a_name_that_was_given_meanwhile(replicas, monkeypatch):
+  slow, new = replicas.start('slow'), None
+  real = RemoteBlobs.swap
+
+  def paused(blobs, key, content, expected):
+    nonlocal new
+    if blobs is slow.blobs and key.endswith('/HEAD') and new is None:
+      replicas.lose(slow)
+      new = replicas.start('new')
+      new.create('ada', 'mine', {}, arrays(1))
+    real(blobs, key, content, expected)
+
+  monkeypatch.setattr(RemoteBlobs, 'swap', paused)
+  with pytest.raises(HeldElsewhere):
+    slow.create('ada', 'mine', {}, arrays(0))
+  [only] = new.adapters('ada')
+  assert_same(new.arrays(new.version('ada', only.id, 0)), arrays(1))
+  replicas.start('third').retain()
+  assert new.adapters('ada') == [only]
+
+
+def killed_at(monkeypatch, store, count):
+  """Let all reads and writes of a replica fail from the one number `count` on, once it has begun or is done."""
+  left = [count]
+
+  def wrapped(real):
+    def call(*arguments, **more):
+      left[0] -= 1
+      if left[0] < 0:
+        raise Dead
+      found = real(*arguments, **more)
+      left[0] -= 1
+      if left[0] < 0:
+        raise Dead
+      return found
+
+    return call
+
+  for name in ('put_new', 'swap', 'delete', 'tagged', 'list'):
+    monkeypatch.setattr(store.blobs, name, wrapped(getattr(store.blobs, name)))
+  real = store.database.connections.writing
+
+  @contextlib.contextmanager
+  def writing(*arguments):
+    left[0] -= 1
+    if left[0] < 0:
+      raise Dead
+    with real(*arguments) as rows:
+      yield rows
+    left[0] -= 1
+    if left[0] < 0:
+      raise Dead
+
+  monkeypatch.setattr(store.database.connections, 'writing', writing)
+  return left
+
+
+def test_a_request_of_a_dead_holder_makes_one_version_wherever_it_was_killed(replicas, monkeypatch):
+  reader, made = replicas.start('reader'), []
+  for count in range(100):
+    dead, key = replicas.start(f'dead {count}'), f'key {count}'
+    adapter, _ = dead.create(f'ada {count}', 'mine', {}, arrays(0))
+    request = dead.begin(adapter.owner, key, 'body')
+    with pytest.raises(InFlight):
+      reader.begin(adapter.owner, key, 'body')
+    left = killed_at(monkeypatch, dead, count)
+    try:
+      step(dead, adapter, 0, request=request)
+    except Dead:
+      pass
+    monkeypatch.undo()
+    replicas.lose(dead)
+    again = reader.begin(adapter.owner, key, 'body')
+    if not isinstance(again, StoredResponse):
+      step(reader, adapter, 0, request=again)
+    else:
+      assert again.version == 1
+    made.append(isinstance(again, StoredResponse))
+    assert reader.adapter(adapter.owner, adapter.id).head == 1
+    assert [each.number for each in reader.versions(adapter.owner, adapter.id)] == [0, 1]
+    folder = versions.adapter_folder(adapter.owner, adapter.id)
+    assert len(list(reader.blobs.list(folder))) == 1 + 2 * 3  # Nothing of the other one is left.
+    if left[0] >= 0:
+      break
+  assert count > 8 and made == sorted(made) and {True, False} == set(made)
+
+
+def test_what_a_dead_replica_was_doing_is_put_right_by_retention(replicas, monkeypatch):
+  reader = replicas.start('reader')
+  for count in range(100):
+    dead = replicas.start(f'dead {count}')
+    adapter, _ = dead.create(f'ada {count}', 'mine', {}, arrays(0))
+    left = killed_at(monkeypatch, dead, count)
+    with contextlib.suppress(Dead):
+      dead.delete(adapter.owner, adapter.id)
+    monkeypatch.undo()
+    replicas.lose(dead)
+    reader.begin(adapter.owner, 'key', 'body')
+    reader.retain()
+    folder = versions.adapter_folder(adapter.owner, adapter.id)
+    keys = [entry.key.rpartition('/')[2] for entry in reader.blobs.list(folder)]
+    assert keys in (['TOMBSTONE'], ['HEAD', 'adapter_config.json', 'adapter_model.safetensors', 'manifest.json'])
+    assert reader.count(adapter.owner) == (keys != ['TOMBSTONE'])
+    assert not reader.database.intents() and reader.leases.epoch(adapter.id) is None
+    if left[0] >= 0:
+      break
+  assert count > 6 and keys == ['TOMBSTONE']
+
+
+def test_requests_have_one_answer_over_replicas(replicas):
+  one, other = replicas.start('one'), replicas.start('other')
+  request = one.begin('ada', 'key', 'body')
+  one.finish(request, 200, b'{}')
+  assert other.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
+  failed = one.begin('ada', 'failed', 'body')
+  one.abandon(failed)
+  other.abandon(other.begin('ada', 'failed', 'another body'))
+  other.begin('ada', 'dead', 'body')
+  replicas.lose(other)
+  assert one.database.request('ada', one.begin('ada', 'dead', 'another body').id.key).replica == one.leases.replica
+
+
+def test_without_the_database_nothing_is_acknowledged_and_then_all_goes_on(postgres, replicas, monkeypatch):  # noqa: F811
+  monkeypatch.setattr('sdpo_jax.serving.store.connections._PATIENCE', 1.0)
+  store = replicas.start('one')
+  adapter, first = store.create('ada', 'mine', {}, arrays(0))
+  postgres.stop()
+  try:
+    for what in (lambda: step(store, adapter, 0), lambda: store.begin('ada', 'key', 'body')):
+      with pytest.raises(StorageFailed) as caught:
+        what()
+      assert caught.value.retry_after and 'host=' not in str(caught.value)
+    assert store.unwritable()
+  finally:
+    postgres.start()
+  assert store.versions('ada', adapter.id) == [first]
+  assert step(store, adapter, 0).number == 1
+
+
+def test_an_empty_database_is_filled_from_the_root_by_one(replicas, postgres):  # noqa: F811
+  one = replicas.start('one')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  step(one, adapter, 0)
+  epoch = head_of(one, adapter).epoch
+  one.close()
+  replicas.database = postgres.url()
+  again = replicas.start('again')
+  assert again.adapter('ada', adapter.id).head == 1
+  step(again, adapter, 1)
+  assert head_of(again, adapter).epoch > epoch
+  with pytest.raises(UserError, match='belongs to another serve.store.root'):
+    Store.open('memory://elsewhere', replicas.database, base=store_cases.tiny_base())
+  with again.database.writing(full=True) as rows:
+    rows.execute("UPDATE alembic_version SET version_num = '9999'")
+  with pytest.raises(UserError, match='later version of sdpo_jax'):
+    replicas.start('old')
+  with again.database.writing(full=True) as rows:
+    rows.execute('UPDATE alembic_version SET version_num = ?', (migrations.NEWEST,))
+
+
+@pytest.mark.parametrize(
+  ('url', 'said'),
+  [('postgresql://nobody@/x?host=/nowhere', 'cannot be reached'), ('postgresql://x?nonsense=1', 'is no address')],
+)
+def test_a_database_that_is_not_there_is_named(monkeypatch, url, said):
+  monkeypatch.setattr('sdpo_jax.serving.store.connections._PATIENCE', 0.1)
+  with pytest.raises(UserError, match=said):
+    Store.open('memory://nothing', url, base=store_cases.tiny_base())
+
+
+def test_texts_that_no_row_can_have_are_unknown(replicas):
+  store = replicas.start('one')
+  for text in ('a\0b', '\ud800'):
+    with pytest.raises(NotFound):
+      store.adapter('ada', text)
+    with pytest.raises(NotFound):
+      store.by_name('ada', text)
+
+
+def test_idle_adapters_are_shrunk_by_whoever_is_free(replicas):
+  one, other = (replicas.start(name, retention=Retention(keep_versions=1)) for name in ('one', 'other'))
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  for head in range(4):
+    step(one, adapter, head)
+  assert other.retain().versions == 0  # Its holder does it.
+  replicas.lose(one)
+  assert other.retain().versions == 2
+  assert other.leases.epoch(adapter.id) is None
+  assert [each.number for each in other.versions('ada', adapter.id)] == [0, 3, 4]
+
+
+def test_revisions_are_those_that_the_code_names():
+  assert migrations.scripts().get_current_head() == migrations.NEWEST and migrations.is_known(migrations.FIRST)
+  assert not migrations.is_known('9999') and migrations.statements('sqlite', migrations.NEWEST) == ()
