@@ -496,11 +496,22 @@ def _check_serve(config: schema.Sections) -> None:
   )
   _require(
     '://' not in store.root or store.database is not None,
-    f'serve.store.root={store.root} is no local folder, and serve.store.database, which must be local, is None: name a '
-    'file.',
+    f'serve.store.root={store.root} is no local folder, and serve.store.database is None: name a local file, or '
+    'postgresql://….',
+  )
+  shared = (store.database or '').startswith('postgresql://')
+  _require(
+    shared or '://' not in (store.database or ''),
+    f'serve.store.database={store.database} must be a local file or postgresql://…: name one.',
   )
   _require(
-    '://' not in (store.database or ''), f'serve.store.database={store.database} must be a local file: name one.'
+    not shared or '://' in store.root,
+    f'serve.store.database is for replicas, and serve.store.root={store.root} is a local folder: name a bucket.',
+  )
+  _require(
+    not shared or re.fullmatch(r'https?://[^/\s]+/?', http.url or '') is not None,
+    f'serve.http.url={http.url} must be where other replicas reach this one, since serve.store.database is for '
+    'replicas: name http://HOST:PORT.',
   )
   _require(
     learning.topk is None or learning.topk <= serve.topk,

@@ -18,10 +18,13 @@ class HttpConfig:
 
   host: str = setting('127.0.0.1', 'Address to listen on; one that other machines can reach needs serve.http.keys.')
   port: int = setting(8420, 'Port to listen on; 0: a free one, which is printed.', Range(at_least=0, at_most=65535))
+  url: str | None = setting(
+    None, 'Where other replicas reach this one, which forward requests to it, as http://HOST:PORT; see store.database.'
+  )
   keys: str | None = setting(
     None,
-    'File of API keys, written by launch.serve_key and read again when it changes. None: no keys and one owner; '
-    'requests must name this machine as their host.',
+    'File of API keys, written by launch.serve_key and read again when it changes, or postgresql://… with a table of '
+    'them. None: no keys and one owner; requests must name this machine as their host.',
   )
   allowed_hosts: tuple[str, ...] = setting(
     (), 'Accepted values of the header Host, besides the names of this machine. Empty, with keys: all.'
@@ -62,12 +65,14 @@ class StoreConfig:
   """Where the service keeps adapter versions and requests, and for how long."""
 
   root: str = setting(
-    'runs/service', 'Folder of adapter versions: local, s3://… or gs://…; only one service may use it at a time.'
+    'runs/service',
+    'Folder of adapter versions: local, s3://… or gs://…; only one service may use it at a time, or its replicas.',
   )
   database: str | None = setting(
     None,
-    'Local SQLite file with samples, requests and an index of the versions. None: service.sqlite in root, if that is '
-    'local; otherwise it must be set.',
+    'Samples, sessions, requests and an index of versions: a local SQLite file, or postgresql://… for any number of '
+    'replicas, with a root that is no local folder. None: service.sqlite in root, if that is local; otherwise it must '
+    'be set.',
   )
   keep_versions: int = setting(
     16,

@@ -61,8 +61,12 @@ class Account:
 
   @contextlib.contextmanager
   def turn(self, id: str, expected: int | None) -> Iterator[AdapterRecord]:
-    """Hold the lock under which an adapter is changed, after checking its version; yields its record."""
-    self.adapter(id)  # Raises NotFound before a queue is made for an unknown id.
+    """Hold the lock under which an adapter is changed, after checking its version; yields its record.
+
+    Raises:
+      HeldElsewhere: another replica of the service changes it.
+    """
+    self.service.store.hold(self.owner, id)  # Raises NotFound before a queue is made for an unknown id.
     with self.service.turns.of(id, self.call):
       adapter = self.adapter(id)
       if expected is not None and expected != adapter.head:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import logging
 import pathlib
+import shutil
+import tempfile
 import threading
 import time
 from typing import Any
@@ -23,6 +26,7 @@ from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.service_state import ServiceState, short_name
 from sdpo_jax.serving.sidecar import Sidecar
+from sdpo_jax.serving.store.connections import POSTGRES
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.store.versions import Base
 from sdpo_jax.serving.worker import Worker
@@ -75,7 +79,7 @@ class Service(ServiceState):
     except UserError as error:  # Harmless: completions are only longer than necessary.
       _logger.warning('%s', error)
     base = Base.of(model, described, identity.of_base(model.path))
-    database = _database_of(config)
+    database, folder = _places_of(config)
     with contextlib.ExitStack() as opened:
       endpoint = _endpoint_of(config, tokenizer, sizes, described.vocab_size)
       if endpoint is not None:
@@ -83,7 +87,7 @@ class Service(ServiceState):
       store = opened.enter_context(_open_store(config, database, base))
       made: list[Service] = []
       worker = Worker(
-        _engine_maker(config, tokenizer, mesh, sizes, database.with_name(f'{database.name}.versions')),
+        _engine_maker(config, tokenizer, mesh, sizes, folder),
         lambda name: made[0].load(name),
         max_waiting=config.serve.limits.max_waiting,
         shared=config.serve.http.keys is not None,
@@ -161,17 +165,23 @@ def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_si
   return endpoint
 
 
-def _database_of(config: Config) -> pathlib.Path:
+def _places_of(config: Config) -> tuple[str, pathlib.Path]:
+  """Return the database of a service, and a folder for versions that do not fit into the memory of its engine."""
   store = config.serve.store
-  return pathlib.Path(store.database or pathlib.Path(store.root) / _DATABASE).expanduser().absolute()
+  if (store.database or '').startswith(POSTGRES):
+    folder = pathlib.Path(tempfile.mkdtemp(prefix='sdpo_jax-versions-'))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return store.database, folder
+  path = pathlib.Path(store.database or pathlib.Path(store.root) / _DATABASE).expanduser().absolute()
+  return str(path), path.with_name(f'{path.name}.versions')
 
 
-def _open_store(config: Config, database: pathlib.Path, base: Base) -> Store:
+def _open_store(config: Config, database: str, base: Base) -> Store:
   store = config.serve.store
   root = store.root if '://' in store.root else str(pathlib.Path(store.root).expanduser().absolute())
   names = (field.name for field in dataclasses.fields(Retention))
   retention = Retention(**{name: getattr(store, name) for name in names})
-  return Store.open(root, database, base=base, retention=retention)
+  return Store.open(root, database, base=base, retention=retention, url=config.serve.http.url or '')
 
 
 def _engine_maker(

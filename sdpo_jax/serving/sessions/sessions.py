@@ -94,9 +94,8 @@ class Sessions:
         f'of {service.max_prompt} (serve.prompt_buckets): leave some out, or raise the limit.',
         field='tools' if settings.tools else 'system',
       )
-    with self._database.writing(full=True) as rows:
-      head = self._database.known(known.id)
-      if head is None or head.deleted:
+    with self._database.writing(full=True, alone=f'sessions {known.id}') as rows:
+      if not self._database.is_there(rows, known.id, known.owner):
         raise NotFound(f'There is no adapter {short_repr(adapter)}.')
       most = service.settings.limits.max_sessions_per_adapter
       if session_tables.count(self._database, known.id) >= most:
@@ -137,6 +136,7 @@ class Sessions:
 
   def delete(self, adapter: str, session: str) -> None:
     """Erase a session with its turns and examples; what the adapter has learned stays."""
+    self._service.store.hold(self._account.owner, adapter)
     with self._service.turns.of(('session', session), self._account.call):
       self.get(adapter, session)
       with self._database.writing(full=True) as rows:
@@ -320,6 +320,7 @@ class Sessions:
   @contextlib.contextmanager
   def _settled(self, adapter: str, session: str) -> Iterator[tuple[SessionState, Dialogue]]:
     """Hold the lock of a session; yields its state, after marking the examples that were already learned."""
+    self._service.store.hold(self._account.owner, adapter)
     with self._service.turns.of(('session', session), self._account.call):
       self.get(adapter, session)  # Makes the store re-read the adapter if that is in doubt.
       session_tables.reconcile(self._database, adapter)

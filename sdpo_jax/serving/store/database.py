@@ -492,7 +492,12 @@ def _make_file(path: pathlib.Path, root: str) -> Database:
   return Database(connection, is_new=True)
 
 
-def _open_postgres(url: str, root: str) -> Database:
+def connect(url: str) -> PostgresConnections:
+  """Open a database in PostgreSQL, and make the tables that it does not have.
+
+  Raises:
+    UserError: it cannot be reached, or a later version of sdpo_jax has written it.
+  """
   connections = PostgresConnections(url)
   with contextlib.ExitStack() as closing:
     closing.callback(connections.close)
@@ -505,14 +510,20 @@ def _open_postgres(url: str, root: str) -> Database:
           'another database, which is then filled from the root.'
         )
       _upgrade(rows, connections, revision)
-      known = rows.execute('SELECT root FROM meta').fetchall()
-    if known not in ([], [(root,)]):
-      raise UserError(
-        f'serve.store.database={connections.name} belongs to another serve.store.root: name that one, or another '
-        'database.'
-      )
     closing.pop_all()
-    return Database(connections, is_new=not known, trusted=bool(known))
+  return connections
+
+
+def _open_postgres(url: str, root: str) -> Database:
+  connections = connect(url)
+  known = connections.read('SELECT root FROM meta', ())
+  if known not in ([], [(root,)]):
+    connections.close()
+    raise UserError(
+      f'serve.store.database={connections.name} belongs to another serve.store.root: name that one, or another '
+      'database.'
+    )
+  return Database(connections, is_new=not known, trusted=bool(known))
 
 
 def _upgrade(rows: Rows, connections: Connections, revision: str | None) -> None:

@@ -15,7 +15,7 @@ from sdpo_jax.serving.web import console, distill, native, openai, openapi, sess
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import operation
 from sdpo_jax.serving.web.gate import behind_gate
-from sdpo_jax.serving.web.keys import KeyFile
+from sdpo_jax.serving.web.keys import Keys
 from sdpo_jax.serving.web.telemetry import CONTENT_TYPE, Log, Metrics
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ TITLE, VERSION = 'sdpo_jax: continual distillation', '1'
 def make_app(
   service: Service | None,
   settings: ServeConfig,
-  keys: KeyFile | None = None,
+  keys: Keys | None = None,
   *,
   lifetime: Lifetime | None = None,
   log: Log | None = None,

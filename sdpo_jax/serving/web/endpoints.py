@@ -96,6 +96,8 @@ class Incoming:
   idempotency: Any  # The store's record of the request; None: there is no Idempotency-Key.
   last_event: int | None  # The header Last-Event-ID.
   metrics: Metrics
+  # Posts to another replica in the name of the client, see `Forwarding.post`.
+  elsewhere: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, Any]]
 
   def number(self, name: str) -> int | None:
     """Return an integer parameter of the query; None: it is absent.
@@ -196,5 +198,6 @@ def incoming(request: Request, body: Any) -> Incoming:
     expected=expected,
     idempotency=state.idempotency,
     metrics=state.metrics,
+    elsewhere=state.elsewhere,
     last_event=int(last) if last is not None and last.isascii() and last.isdecimal() and len(last) < 19 else None,
   )

@@ -32,7 +32,16 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import TOKENS, Allowances
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.capacity import Capacity
-from sdpo_jax.serving.errors import Busy, Deadline, InvalidRequest, NotFound, NotReady, ServiceError, Unauthorized
+from sdpo_jax.serving.errors import (
+  Busy,
+  Deadline,
+  HeldElsewhere,
+  InvalidRequest,
+  NotFound,
+  NotReady,
+  ServiceError,
+  Unauthorized,
+)
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
@@ -44,7 +53,8 @@ from sdpo_jax.serving.web.admission import (
   time_limit,
 )
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
-from sdpo_jax.serving.web.keys import ApiKey, KeyFile, presented
+from sdpo_jax.serving.web.forwarding import MARK, Forwarding
+from sdpo_jax.serving.web.keys import ApiKey, Keys, presented
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
 LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
@@ -141,7 +151,7 @@ class Gate:
     routes: Sequence[BaseRoute],
     lifetime: Lifetime,
     settings: ServeConfig,
-    keys: KeyFile | None,
+    keys: Keys | None,
     log: Log,
     metrics: Metrics,
   ):
@@ -156,6 +166,7 @@ class Gate:
     self._reading = Capacity(2 * http.max_requests, shared=shared)  # Bodies that arrive.
     self._bytes = Capacity(int(http.max_bodies_mb * 2**20), shared=shared)  # Of bodies in memory.
     self._endless: set[Call] = set()
+    self._forwarding = Forwarding()
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
@@ -256,6 +267,7 @@ class Gate:
         'metrics': self._metrics,
         'request_id': request.id,
         'idempotency': None,
+        'elsewhere': functools.partial(self._forwarding.post, asyncio.get_running_loop(), request, call),
       }
       if operation.token:  # Before a stored response is returned.
         token = request.header('x-session-token')
@@ -271,7 +283,7 @@ class Gate:
           return
         idempotent, answer.held = begun, []
         state['idempotency'] = idempotent
-      handled = self._handle(scope, receive, answer, request, account, idempotent, operation.endless)
+      handled = self._here_or_there(scope, receive, answer, request, account, idempotent, operation.endless)
       task = asyncio.create_task(handled)
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
@@ -309,8 +321,30 @@ class Gate:
       call.end()
       raise
 
+  async def _here_or_there(
+    self,
+    scope: Scope,
+    receive: Receive,
+    answer: GateResponse,
+    request: GateRequest,
+    account: Account,
+    idempotent: IdempotentRequest | None,
+    endless: bool,
+  ) -> None:
+    """Run the handler, and if another replica holds what the request changes, let that one answer it."""
+    try:
+      await self._handle(self._app, scope, receive, answer, request, account, idempotent, endless)
+    except HeldElsewhere as error:
+      if not error.url or answer.status or MARK in request.headers:
+        raise
+      account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.
+      answer.held = None
+      there = functools.partial(self._forwarding, error.url, request, account.call)
+      await self._handle(there, scope, receive, answer, request, account, None, endless)
+
   async def _handle(
     self,
+    app: ASGIApp,
     scope: Scope,
     receive: Receive,
     answer: GateResponse,
@@ -343,7 +377,7 @@ class Gate:
       if self._lifetime.draining:  # `_end_endless` may have run just before this request was added.
         self._end_endless()
     try:
-      await self._app(scope, replay, answer)
+      await app(scope, replay, answer)
       if idempotent is not None:
         if answer.status < 400 and answer.complete:
           done, idempotent = idempotent, None
@@ -364,7 +398,7 @@ class Gate:
 
   # Authentication.
 
-  def _sender(self, keys: KeyFile, request: GateRequest) -> ApiKey:
+  def _sender(self, keys: Keys, request: GateRequest) -> ApiKey:
     """Return the data of the key that a request was sent with.
 
     Raises:

@@ -1,4 +1,7 @@
-"""API keys, which identify the owner. A key is shown once, when it is made; the key file holds its SHA-256."""
+"""API keys, which identify the owner. A key is shown once, when it is made; what stores it holds its SHA-256.
+
+They are in a file, or in a table of PostgreSQL for all replicas of a service.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ from typing import Any
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import make_directory, write_atomically
+from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.store.blobs import locked
+from sdpo_jax.serving.store.connections import POSTGRES, Rows
+from sdpo_jax.serving.store.database import connect, put
 
 PREFIX = 'sdpo_'
 _LONGEST = 200  # Characters of an owner or a name.
+_READ_AGAIN = 2.0  # Seconds between two readings of the keys in a database.
 _FIELDS = {'id': str, 'digest': str, 'owner': str, 'name': str, 'created': (int, float), 'weight': (int, float)}
 _logger = logging.getLogger('sdpo_jax.serving')
 
@@ -45,12 +52,16 @@ def digest_of(key: str) -> str:
   return hashlib.sha256(key.encode()).hexdigest()
 
 
-def read(path: pathlib.Path) -> list[ApiKey]:
-  """Return the keys in a key file.
+def read(place: str | os.PathLike) -> list[ApiKey]:
+  """Return the keys in a key file, or in the database at postgresql://….
 
   Raises:
-    UserError: the file cannot be read, other users can read or change it, or a line is not a valid key.
+    UserError: it cannot be read, other users can read or change the file, or a line is not a valid key.
   """
+  if _is_database(place):
+    with _changing_rows(place) as rows:
+      return _of_rows(rows)
+  path = pathlib.Path(place)
   try:
     with open(path, encoding='utf-8') as file:
       mode = os.fstat(file.fileno()).st_mode
@@ -64,8 +75,31 @@ def read(path: pathlib.Path) -> list[ApiKey]:
   return [_parsed(line, f'{path}, line {number}') for number, line in enumerate(text.splitlines(), 1) if line.strip()]
 
 
-def _way_to_add(path: pathlib.Path) -> str:
-  return command_line('serve_key', f'--keys={path}', '--owner=NAME')
+def _is_database(place: str | os.PathLike) -> bool:
+  return str(place).startswith(POSTGRES)
+
+
+def _of_rows(rows: Rows) -> list[ApiKey]:
+  found = rows.execute('SELECT id, record FROM api_keys ORDER BY id').fetchall()
+  return [_parsed(record, f'The row {id} of api_keys') for id, record in found]
+
+
+@contextlib.contextmanager
+def _changing_rows(place: str | os.PathLike) -> Iterator[Rows]:
+  """Provide the database of keys within a transaction; raise UserError if it cannot be reached."""
+  connections = connect(str(place))
+  try:
+    with connections.writing(True, 'api_keys') as rows:
+      yield rows
+  except StorageFailed as error:
+    raise UserError(f'The keys in {connections.name} cannot be read or changed: retry.') from error
+  finally:
+    connections.close()
+
+
+def _way_to_add(place: str | os.PathLike) -> str:
+  where = f'{POSTGRES}…' if _is_database(place) else place  # It has a password.
+  return command_line('serve_key', f'--keys={where}', '--owner=NAME')
 
 
 def _parsed(line: str, where: str) -> ApiKey:
@@ -103,11 +137,11 @@ def _changing(path: pathlib.Path, way_out: str) -> Iterator[None]:
     raise UserError(f'The key file {path} cannot be written ({first_line(error)}): {way_out}.') from error
 
 
-def add(path: pathlib.Path, owner: str, name: str, weight: float = 1.0) -> tuple[str, ApiKey]:
+def add(place: str | os.PathLike, owner: str, name: str, weight: float = 1.0) -> tuple[str, ApiKey]:
   """Make a key and return it with its stored data, from which it cannot be recovered.
 
   Args:
-    path: the key file, made if it is missing.
+    place: the key file, made if it is missing; or postgresql://….
     owner: the owner as whom requests with the key act.
     name: a label.
     weight: its share of the engine relative to that of other keys, from 0.01 to 100.
@@ -123,27 +157,44 @@ def add(path: pathlib.Path, owner: str, name: str, weight: float = 1.0) -> tuple
     raise UserError(f'--weight={weight:g} must lie in [0.01, 100].')
   secret = PREFIX + secrets.token_urlsafe(32)
   key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time(), weight)
+  if _is_database(place):
+    with _changing_rows(place) as rows:
+      put(rows, 'api_keys', {'id': key.id, 'record': _written([key])})
+    return secret, key
+  path = pathlib.Path(place)
   with _changing(path, 'name another file'):
     known = read(path) if path.exists() else []
     write_atomically(path, _written([*known, key]), mode=0o600)
   return secret, key
 
 
-def revoke(path: pathlib.Path, key_id: str) -> ApiKey:
-  """Remove a key from a key file and return its stored data; running services reject the key from then on.
+def revoke(place: str | os.PathLike, key_id: str) -> ApiKey:
+  """Remove a key and return its stored data; running services reject the key from then on, or 2 seconds later.
 
   Raises:
-    UserError: there is no such key, or the file cannot be read or written.
+    UserError: there is no such key, or the file or database cannot be read or written.
   """
+
+  def found(known: Sequence[ApiKey]) -> ApiKey:
+    for key in known:
+      if key.id == key_id:
+        return key
+    raise UserError(
+      f'{"The database" if _is_database(place) else place} has no key with the id {printable(key_id)}; it has '
+      f'{", ".join(key.id for key in known) or "none"}.'
+    )
+
+  if _is_database(place):
+    with _changing_rows(place) as rows:
+      gone = found(_of_rows(rows))
+      rows.execute('DELETE FROM api_keys WHERE id = ?', (key_id,))
+    return gone
+  path = pathlib.Path(place)
   with _changing(path, 'make it writable'):
     known = read(path)
-    gone = [key for key in known if key.id == key_id]
-    if not gone:
-      raise UserError(
-        f'{path} has no key with the id {printable(key_id)}; it has {", ".join(key.id for key in known) or "none"}.'
-      )
+    gone = found(known)
     write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
-  return gone[0]
+  return gone
 
 
 class KeyFile:
@@ -180,11 +231,59 @@ class KeyFile:
           self._keys = []
           _logger.error('All keys are rejected until the key file is valid again: %s', error)
       keys = self._keys
-    digest, found = digest_of(presented), None
-    for key in keys:
-      if hmac.compare_digest(key.digest, digest):
-        found = key
-    return found
+    return _matching(keys, presented)
+
+
+class KeyTable:
+  """The keys in a database, which are read every 2 seconds; any thread may call."""
+
+  def __init__(self, url: str):
+    """Read the keys.
+
+    Raises:
+      UserError: the database cannot be reached, or holds no key.
+    """
+    self._connections = connect(url)
+    self._keys = self._read()
+    if not self._keys:
+      self._connections.close()
+      raise UserError(f'The database of serve.http.keys holds no key: {_way_to_add(url)} makes one.')
+    threading.Thread(target=self._follow, name='keys', daemon=True).start()
+
+  def _read(self) -> list[ApiKey]:
+    with self._connections.writing(False, None) as rows:
+      return _of_rows(rows)
+
+  def _follow(self) -> None:
+    while True:
+      time.sleep(_READ_AGAIN)
+      try:
+        self._keys = self._read()
+      except StorageFailed:  # Nothing else works without the database, and what was revoked before stays so.
+        continue
+      except UserError as error:  # A revoked key must not become valid again.
+        self._keys = []
+        _logger.error('All keys are rejected until the table api_keys is valid again: %s', error)
+
+  def find(self, presented: str) -> ApiKey | None:
+    """Return the stored data of a key, see `KeyFile.find`."""
+    return _matching(self._keys, presented)
+
+
+def _matching(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
+  digest, found = digest_of(presented), None
+  for key in keys:
+    if hmac.compare_digest(key.digest, digest):
+      found = key
+  return found
+
+
+Keys = KeyFile | KeyTable
+
+
+def open_place(place: str) -> Keys:
+  """Return the keys in a file or a database; raises UserError as these."""
+  return KeyTable(place) if _is_database(place) else KeyFile(pathlib.Path(place).expanduser())
 
 
 def presented(headers: Mapping[str, Sequence[str]]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import records
-from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.errors import Gone, HeldElsewhere, InvalidRequest, NotFound, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
@@ -252,20 +253,42 @@ def feedback_batch(asked: Incoming) -> Reply:
       raise _of_entry(error, number) from error
     entries.append(found)
   if asked.idempotency is None:
-    results = feedbacks.run_batch(asked.account, entries)
+    results = list(_learned(asked, dict(enumerate(entries))).values())
   else:
-    results = _batch_once(asked.account, asked.idempotency, entries)
-  for done in results:
-    if not isinstance(done, Exception):
-      asked.metrics.feedback(outcome(done))
+    results = _batch_once(asked, asked.idempotency, entries)
   return Reply({'results': [_result(done) for done in results]})
 
 
+def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) -> dict[int, Any]:
+  """Return the results of entries of a batch, by their numbers; other replicas learn what they hold."""
+  results = dict(zip(entries, feedbacks.run_batch(asked.account, list(entries.values())), strict=True))
+  for number, done in results.items():
+    if isinstance(done, HeldElsewhere) and done.url:
+      results[number] = _learned_elsewhere(asked, done.url, number, entries[number])
+    elif not isinstance(done, Exception):
+      asked.metrics.feedback(outcome(done))
+  return results
+
+
+def _learned_elsewhere(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
+  """Let another replica learn from an entry of a batch; return its result or its error."""
+  body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
+  more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
+  if entry.idempotency is not None:
+    more['idempotency-key'] = hashlib.sha256(entry.idempotency.id.key.encode()).hexdigest()
+  status, said = asked.elsewhere(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
+  if status == 200:
+    return said
+  failed = ServiceError(said['error']['message'], field=said['error'].get('field'))
+  failed.status, failed.code = status, said['error']['code']
+  return failed
+
+
 def _batch_once(
-  account: Account, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
+  asked: Incoming, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
 ) -> list[Any]:
   """Return the results of a batch with an Idempotency-Key; each entry is learned only once."""
-  begun: dict[int, store.IdempotentRequest] = {}
+  account, begun = asked.account, {}
   results: list[Any] = [None] * len(entries)
   try:
     for index in range(len(entries)):
@@ -276,11 +299,11 @@ def _batch_once(
         )
       else:
         begun[index] = part
-    todo = [dataclasses.replace(entries[index], idempotency=part) for index, part in begun.items()]
-    for (index, part), done in zip(list(begun.items()), feedbacks.run_batch(account, todo), strict=True):
+    todo = {index: dataclasses.replace(entries[index], idempotency=part) for index, part in begun.items()}
+    for index, done in _learned(asked, todo).items():
       results[index] = done
       if not isinstance(done, Exception):
-        del begun[index]
+        part = begun.pop(index)
         account.service.store.finish(part, 200, as_json(done))
   finally:
     for part in begun.values():
@@ -333,6 +356,7 @@ events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-def
 
 def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
   """Yield the events of an adapter as they happen, after an empty comment and with heartbeats in silences."""
+  asked.account.service.store.hold(asked.account.owner, asked.adapter)  # Where they happen.
   happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
   yield ServerSentEvent()
   silent = 0.0

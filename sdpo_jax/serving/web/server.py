@@ -8,7 +8,6 @@ import contextlib
 import ipaddress
 import logging
 import os
-import pathlib
 import signal
 import socket
 import sys
@@ -25,7 +24,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
-from sdpo_jax.serving.web.keys import KeyFile
+from sdpo_jax.serving.web.keys import Keys, open_place
 from sdpo_jax.serving.web.telemetry import Forward, Log
 
 _LOOK = 0.1  # Seconds between two polls.
@@ -44,14 +43,14 @@ def is_local(host: str) -> bool:
     return False
 
 
-def open_keys(http: HttpConfig) -> KeyFile | None:
+def open_keys(http: HttpConfig) -> Keys | None:
   """Return the keys of a service; None: it has none, and only this machine can reach it.
 
   Raises:
     UserError: other machines can reach a service without keys, or the key file is invalid, see `KeyFile`.
   """
   if http.keys is not None:
-    return KeyFile(pathlib.Path(http.keys).expanduser())
+    return open_place(http.keys)
   if not is_local(http.host):
     raise UserError(
       f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with '

@@ -1,0 +1,1 @@
+"""Revisions of the tables, each with the number of the one that it follows."""

@@ -1,0 +1,99 @@
+"""Forwarding of requests to the replica that holds what they change, with the headers and the body of the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+import contextlib
+import json
+from typing import Any
+
+import httpx2
+from starlette.types import Receive, Scope, Send
+
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import HeldElsewhere
+from sdpo_jax.serving.web.admission import GateRequest
+
+MARK = 'x-forwarded-by-replica'  # The header of a forwarded request, which is not forwarded again.
+_CONNECT_S = 2.0  # Seconds until another replica must have accepted a connection.
+# Headers of one connection, which the next one has of its own.
+_OF_CONNECTION = frozenset('connection content-length expect keep-alive te trailer transfer-encoding upgrade'.split())
+
+
+class Forwarding:
+  """The client of other replicas; for one event loop."""
+
+  def __init__(self) -> None:
+    self._client: httpx2.AsyncClient | None = None
+
+  async def __call__(self, url: str, request: GateRequest, call: Call, scope: Scope, receive: Receive, send: Send):
+    """Answer a request, as an ASGI application, with what the replica at `url` answers.
+
+    Raises:
+      HeldElsewhere: that replica does not answer.
+      ServiceError: the request has ended.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    path = scope['path'] + (f'?{scope["query_string"].decode("latin-1")}' if scope.get('query_string') else '')
+    headers = [(name, value) for name, values in request.headers.items() for value in values]
+    try:
+      with call.on_end(lambda: loop.call_soon_threadsafe(task.cancel)):
+        async with self._sent(url, request.method, path, headers, request.body, call) as answer:
+          own = [(name, value) for name, value in answer.headers.raw if name.decode().lower() not in _OF_CONNECTION]
+          await send({'type': 'http.response.start', 'status': answer.status_code, 'headers': own})
+          async for part in answer.aiter_raw():
+            await send({'type': 'http.response.body', 'body': part, 'more_body': True})
+          await send({'type': 'http.response.body', 'body': b''})
+    except asyncio.CancelledError:
+      call.check()
+      raise
+
+  def post(
+    self,
+    loop: asyncio.AbstractEventLoop,
+    request: GateRequest,
+    call: Call,
+    url: str,
+    path: str,
+    body: bytes,
+    more: Mapping[str, str],
+  ) -> tuple[int, Any]:
+    """Post JSON to another replica, in the name of a client whose request this one is working on, from any thread.
+
+    Args:
+      loop: the event loop of the gate.
+      request: the request of the client, whose headers are sent.
+      call: likewise.
+      url: where the other replica is reached.
+      path: the address there.
+      body: the JSON.
+      more: headers by their names in lower case; Idempotency-Key and If-Match of the client are not sent.
+
+    Returns:
+      Status and JSON of the answer.
+    """
+    instead = {'idempotency-key', 'if-match', *more}
+    headers = [(name, value) for name, values in request.headers.items() if name not in instead for value in values]
+
+    async def answered() -> tuple[int, Any]:
+      async with self._sent(url, 'POST', path, [*headers, *more.items()], body, call) as answer:
+        return answer.status_code, json.loads(await answer.aread())
+
+    return call.result(asyncio.run_coroutine_threadsafe(answered(), loop))
+
+  @contextlib.asynccontextmanager
+  async def _sent(self, url: str, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, call: Call):
+    kept = [(name, value) for name, value in headers if name not in _OF_CONNECTION | {'x-deadline-ms'}]
+    limit = [] if call.left is None else [('x-deadline-ms', str(max(1, round(1000 * call.left))))]
+    if self._client is None:
+      limits = httpx2.Limits(max_connections=None)
+      self._client = httpx2.AsyncClient(
+        timeout=httpx2.Timeout(None, connect=_CONNECT_S), limits=limits, trust_env=False
+      )
+    try:
+      sending = [*kept, *limit, (MARK, '1')]
+      async with self._client.stream(method, url.rstrip('/') + path, headers=sending, content=body) as answer:
+        yield answer
+    except httpx2.HTTPError as error:
+      raise HeldElsewhere('') from error

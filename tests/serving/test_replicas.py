@@ -1,0 +1,112 @@
+"""Two replicas of a service behind ports: what one does not hold it lets the other answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import types
+
+import pytest
+
+from sdpo_jax.serving.errors import HeldElsewhere
+from tests.serving import openai_server, service_world
+from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
+
+pytestmark = pytest.mark.slow  # Two engines.
+ROOT = '/v1/continual'
+ITEM = {'prompt_tokens': [1, 2], 'tokens': [3, 4], 'feedback': 'Be brief.'}
+
+
+@pytest.fixture(scope='module')
+def replicas(postgres, tmp_path_factory):  # noqa: F811
+  """Give two replicas, `one` and `other`."""
+  folder = tmp_path_factory.mktemp('replicas')
+  model, database = service_world.model_folder(folder / 'model'), postgres.url()
+  with contextlib.ExitStack() as stack:
+    found = types.SimpleNamespace()
+    for name in ('one', 'other'):
+      config = service_world.make_config(model, folder / name)
+      config.serve.store.root, config.serve.store.database = f'memory://{folder}', database
+      config.serve.http.url = 'http://replaced'
+      running = stack.enter_context(openai_server.running(config))
+      with running.service.store.database.writing(full=True) as rows:  # Its port was not known before.
+        replica = running.service.store.leases.replica
+        rows.execute('UPDATE replicas SET url = ? WHERE id = ?', (running.url, replica))
+      setattr(found, name, running)
+    yield found
+
+
+def made(running, name):
+  answer = running.http.post(f'{ROOT}/adapters', json={'name': name})
+  assert answer.status_code == 201, answer.text
+  return answer.json()['id']
+
+
+def test_a_request_is_answered_wherever_it_arrives(replicas):
+  one, other = replicas.one.http, replicas.other.http
+  mine = made(replicas.one, 'mine')
+  made(replicas.other, 'also-mine')  # By the replica that gives the owner's names.
+  body = {'items': [ITEM]}
+  answer = other.post(f'{ROOT}/adapters/{mine}/feedback', json=body, headers={'Idempotency-Key': 'first'})
+  assert answer.status_code == 200 and answer.json()['version_after'] == 1 and answer.headers['etag'] == '"1"'
+  again = one.post(f'{ROOT}/adapters/{mine}/feedback', json=body, headers={'Idempotency-Key': 'first'})
+  assert again.json() == answer.json() and again.headers['idempotency-replayed'] == 'true'
+  assert other.post(f'{ROOT}/adapters/{mine}/feedback', json=body, headers={'If-Match': '"0"'}).status_code == 412
+  said = [
+    each.post('/v1/completions', json={'model': f'{mine}@1', 'prompt': 'Hi', 'temperature': 0, 'max_tokens': 4}).json()
+    for each in (one, other)
+  ]
+  assert said[0]['choices'][0]['text'] == said[1]['choices'][0]['text']
+  fork = other.post(f'{ROOT}/adapters/{mine}/fork', json={'name': 'fork'})
+  assert fork.status_code == 201
+  assert other.post(
+    '/v1/distill', json={'lora_id': 'mine', 'prompt': 'Hi', 'response': 'no', 'feedback': 'Yes.'}
+  ).json()
+  assert one.get(f'{ROOT}/adapters/{mine}').json() == other.get(f'{ROOT}/adapters/{mine}').json()
+  assert other.delete(f'{ROOT}/adapters/{fork.json()["id"]}').status_code == 200
+
+
+def test_a_batch_is_learned_by_those_who_hold_its_adapters(replicas):
+  here, there = made(replicas.one, 'here'), made(replicas.one, 'there')
+  replicas.one.service.store.leases.give_back(there)
+  replicas.other.service.store.hold('local', there)
+  entries = [{'adapter': id, 'items': [ITEM]} for id in (here, there, here)]
+  headers = {'Idempotency-Key': 'batch'}
+  answer = replicas.one.http.post(f'{ROOT}/feedback/batch', json={'entries': entries}, headers=headers).json()
+  assert [(each['adapter'], each['version_after']) for each in answer['results']] == [(here, 1), (there, 1), (here, 2)]
+  again = replicas.one.http.post(f'{ROOT}/feedback/batch', json={'entries': entries}, headers=headers).json()
+  assert again == answer
+  entries[1]['if_match'] = 0
+  wrong = replicas.one.http.post(f'{ROOT}/feedback/batch', json={'entries': entries[1:2]}).json()
+  assert [(each['status'], each['error']['code']) for each in wrong['results']] == [(412, 'version_conflict')]
+
+
+def test_a_session_goes_on_where_its_adapter_is(replicas):
+  mine = made(replicas.one, 'agent')
+  begun = replicas.other.http.post(f'{ROOT}/adapters/{mine}/sessions', json={}).json()
+  headers = {'X-Session-Token': begun['token']}
+  path = f'{ROOT}/adapters/{mine}/sessions/{begun["session"]["id"]}'
+  body = {'messages': [{'role': 'user', 'content': 'Hi'}], 'stream': True}
+  with replicas.other.http.stream('POST', f'{path}/turns', json=body, headers=headers) as answer:
+    assert answer.status_code == 200 and answer.headers['content-type'].startswith('text/event-stream')
+    assert any(line.startswith('event: ') for line in answer.iter_lines())
+  assert replicas.one.http.get(path).json() == replicas.other.http.get(path).json()
+
+
+def test_who_holds_an_adapter_and_does_not_answer_is_waited_for(replicas):
+  mine = made(replicas.one, 'silent')
+  with replicas.one.service.store.database.writing(full=True) as rows:
+    replica = replicas.one.service.store.leases.replica
+    rows.execute("UPDATE replicas SET url = 'http://127.0.0.1:9' WHERE id = ?", (replica,))
+  try:
+    answer = replicas.other.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]})
+    assert answer.status_code == 503 and answer.headers['retry-after'] == '1'
+    assert answer.json()['error']['code'] == 'held_elsewhere' and '127' not in answer.text
+    assert json.loads(answer.text)
+  finally:
+    with replicas.one.service.store.database.writing(full=True) as rows:
+      rows.execute('UPDATE replicas SET url = ? WHERE id = ?', (replicas.one.url, replica))
+  with pytest.raises(HeldElsewhere):
+    replicas.other.service.store.hold('local', mine)
+  replicas.one.service.store.leases.give_back(mine)
+  assert replicas.other.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]}).json()['version_after']
