@@ -25,7 +25,7 @@ from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.store.blobs import locked
-from sdpo_jax.serving.store.connections import POSTGRES, Rows
+from sdpo_jax.serving.store.connections import POSTGRES, Connections
 from sdpo_jax.serving.store.database import connect, put
 
 PREFIX = 'sdpo_'
@@ -59,8 +59,8 @@ def read(place: str | os.PathLike) -> list[ApiKey]:
     UserError: it cannot be read, other users can read or change the file, or a line is not a valid key.
   """
   if _is_database(place):
-    with _changing_rows(place) as rows:
-      return _of_rows(rows)
+    with _changing(place, 'retry') as known:
+      return known
   path = pathlib.Path(place)
   try:
     with open(path, encoding='utf-8') as file:
@@ -79,27 +79,18 @@ def _is_database(place: str | os.PathLike) -> bool:
   return str(place).startswith(POSTGRES)
 
 
-def _of_rows(rows: Rows) -> list[ApiKey]:
-  found = rows.execute('SELECT id, record FROM api_keys ORDER BY id').fetchall()
-  return [_parsed(record, f'The row {id} of api_keys') for id, record in found]
+def _of_table(connections: Connections) -> list[ApiKey]:
+  rows = connections.read('SELECT id, record FROM api_keys ORDER BY id', ())
+  return [_parsed(record, f'The row {id} of api_keys') for id, record in rows]
 
 
-@contextlib.contextmanager
-def _changing_rows(place: str | os.PathLike) -> Iterator[Rows]:
-  """Provide the database of keys within a transaction; raise UserError if it cannot be reached."""
-  connections = connect(str(place))
-  try:
-    with connections.writing(True, 'api_keys') as rows:
-      yield rows
-  except StorageFailed as error:
-    raise UserError(f'The keys in {connections.name} cannot be read or changed: retry.') from error
-  finally:
-    connections.close()
+def _said(place: str | os.PathLike) -> str:
+  """Return a place of keys for messages, without a password."""
+  return f'{POSTGRES}…' if _is_database(place) else str(place)
 
 
 def _way_to_add(place: str | os.PathLike) -> str:
-  where = f'{POSTGRES}…' if _is_database(place) else place  # It has a password.
-  return command_line('serve_key', f'--keys={where}', '--owner=NAME')
+  return command_line('serve_key', f'--keys={_said(place)}', '--owner=NAME')
 
 
 def _parsed(line: str, where: str) -> ApiKey:
@@ -127,14 +118,37 @@ def _written(keys: Sequence[ApiKey]) -> str:
 
 
 @contextlib.contextmanager
-def _changing(path: pathlib.Path, way_out: str) -> Iterator[None]:
-  """Hold the lock of a key file, so that one process at a time changes it; raise UserError if writing fails."""
+def _changing(place: str | os.PathLike, way_out: str) -> Iterator[list[ApiKey]]:
+  """Provide the keys as a list, and store it if it has changed; one process at a time does so.
+
+  Raises:
+    UserError: the file or database cannot be read or written.
+  """
   try:
-    make_directory(path.parent)
-    with locked(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW):
-      yield
-  except OSError as error:
-    raise UserError(f'The key file {path} cannot be written ({first_line(error)}): {way_out}.') from error
+    with contextlib.ExitStack() as held:
+      if _is_database(place):
+        connections = connect(str(place))
+        held.callback(connections.close)
+        rows = held.enter_context(connections.writing(True, 'api_keys'))
+        known = _of_table(connections)
+      else:
+        make_directory(pathlib.Path(place).parent)
+        held.enter_context(locked(f'{place}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
+        known = read(place) if pathlib.Path(place).exists() else []
+      before = list(known)
+      yield known
+      if known == before:
+        return
+      if not _is_database(place):
+        write_atomically(pathlib.Path(place), _written(known), mode=0o600)
+        return
+      rows.execute('DELETE FROM api_keys')
+      for key in known:
+        put(rows, 'api_keys', {'id': key.id, 'record': _written([key])})
+  except (OSError, StorageFailed) as error:
+    raise UserError(
+      f'The keys in {_said(place)} cannot be read or written ({first_line(error)}): {way_out}.'
+    ) from error
 
 
 def add(place: str | os.PathLike, owner: str, name: str, weight: float = 1.0) -> tuple[str, ApiKey]:
@@ -147,8 +161,8 @@ def add(place: str | os.PathLike, owner: str, name: str, weight: float = 1.0) ->
     weight: its share of the engine relative to that of other keys, from 0.01 to 100.
 
   Raises:
-    UserError: the owner or the name is empty or too long, the weight is out of range, or the file cannot be read or
-      written.
+    UserError: the owner or the name is empty or too long, the weight is out of range, or the file or database cannot be
+      read or written.
   """
   for what, text in (('owner', owner), ('name', name)):
     if not text or len(text) > _LONGEST or not text.isprintable():
@@ -157,14 +171,8 @@ def add(place: str | os.PathLike, owner: str, name: str, weight: float = 1.0) ->
     raise UserError(f'--weight={weight:g} must lie in [0.01, 100].')
   secret = PREFIX + secrets.token_urlsafe(32)
   key = ApiKey(secrets.token_hex(4), digest_of(secret), owner, name, time.time(), weight)
-  if _is_database(place):
-    with _changing_rows(place) as rows:
-      put(rows, 'api_keys', {'id': key.id, 'record': _written([key])})
-    return secret, key
-  path = pathlib.Path(place)
-  with _changing(path, 'name another file'):
-    known = read(path) if path.exists() else []
-    write_atomically(path, _written([*known, key]), mode=0o600)
+  with _changing(place, 'name another place') as known:
+    known.append(key)
   return secret, key
 
 
@@ -174,27 +182,13 @@ def revoke(place: str | os.PathLike, key_id: str) -> ApiKey:
   Raises:
     UserError: there is no such key, or the file or database cannot be read or written.
   """
-
-  def found(known: Sequence[ApiKey]) -> ApiKey:
+  with _changing(place, 'make it writable') as known:
     for key in known:
       if key.id == key_id:
+        known.remove(key)
         return key
-    raise UserError(
-      f'{"The database" if _is_database(place) else place} has no key with the id {printable(key_id)}; it has '
-      f'{", ".join(key.id for key in known) or "none"}.'
-    )
-
-  if _is_database(place):
-    with _changing_rows(place) as rows:
-      gone = found(_of_rows(rows))
-      rows.execute('DELETE FROM api_keys WHERE id = ?', (key_id,))
-    return gone
-  path = pathlib.Path(place)
-  with _changing(path, 'make it writable'):
-    known = read(path)
-    gone = found(known)
-    write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
-  return gone
+    has = ', '.join(key.id for key in known) or 'none'
+    raise UserError(f'{_said(place)} has no key with the id {printable(key_id)}; it has {has}.')
 
 
 class KeyFile:
@@ -244,21 +238,17 @@ class KeyTable:
       UserError: the database cannot be reached, or holds no key.
     """
     self._connections = connect(url)
-    self._keys = self._read()
+    self._keys = _of_table(self._connections)
     if not self._keys:
       self._connections.close()
       raise UserError(f'The database of serve.http.keys holds no key: {_way_to_add(url)} makes one.')
     threading.Thread(target=self._follow, name='keys', daemon=True).start()
 
-  def _read(self) -> list[ApiKey]:
-    with self._connections.writing(False, None) as rows:
-      return _of_rows(rows)
-
   def _follow(self) -> None:
     while True:
       time.sleep(_READ_AGAIN)
       try:
-        self._keys = self._read()
+        self._keys = _of_table(self._connections)
       except StorageFailed:  # Nothing else works without the database, and what was revoked before stays so.
         continue
       except UserError as error:  # A revoked key must not become valid again.

@@ -11,7 +11,10 @@ import stat
 import pytest
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.web import keys
+from tests.serving.served_process import until
+from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
 
 
 @pytest.fixture
@@ -135,3 +138,26 @@ def test_owners_and_names_are_printable(path, owner, name):
 )
 def test_bearer_and_header_are_the_same_and_two_different_keys_are_none(headers, found):
   assert keys.presented(headers) == found
+
+
+def test_keys_of_a_database_are_followed(postgres, monkeypatch):  # noqa: F811
+  monkeypatch.setattr(keys, '_READ_AGAIN', 0.01)
+  url = postgres.url()
+  with pytest.raises(UserError, match=r'holds no key: .*--keys=postgresql://…'):
+    keys.open_place(url)
+  secret, mine = keys.add(url, 'ada', 'laptop', 2.0)
+  table = keys.open_place(url)
+  assert table.find(secret) == mine and keys.read(url) == [mine] and table.find(secret[:-1]) is None
+  other, his = keys.add(url, 'bob', 'desk')
+  until(lambda: table.find(other) == his)
+  assert keys.revoke(url, mine.id) == mine and keys.read(url) == [his]
+  until(lambda: table.find(secret) is None)
+  with pytest.raises(UserError, match=f'no key with the id nobody; it has {his.id}'):
+    keys.revoke(url, 'nobody')
+  connections = connect(url)
+  with connections.writing(True, None) as rows:
+    rows.execute("UPDATE api_keys SET record = '{}'")
+  connections.close()
+  with pytest.raises(UserError, match=f'The row {his.id} of api_keys is not a key'):
+    keys.read(url)
+  until(lambda: table.find(other) is None)  # What cannot be read lets nobody in.
