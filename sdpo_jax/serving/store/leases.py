@@ -43,13 +43,13 @@ class Leases:
     self.valid_until = 0.0  # The time.monotonic() until which they are surely not taken over.
     self._renew()
     self.stopped = threading.Event()
-    self._thread = threading.Thread(target=self._keep, name='leases', daemon=True)
-    self._thread.start()
+    self.thread = threading.Thread(target=self._keep, name='leases', daemon=True)
+    self.thread.start()
 
   def close(self) -> None:
     """Give all leases back, so that others need not wait until they end."""
     self.stopped.set()
-    self._thread.join()
+    self.thread.join()
     # If that fails, they end by themselves.
     with contextlib.suppress(StorageFailed), self._lock, self._database.writing(full=True) as rows:
       self._held, self.valid_until = {}, 0.0

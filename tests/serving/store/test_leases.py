@@ -36,6 +36,7 @@ class Replicas:
   def lose(self, store: Store) -> None:
     """Let the database take a replica for dead, which does not know it."""
     store.leases.stopped.set()
+    store.leases.thread.join()
     with store.database.writing(full=True) as rows:
       rows.execute('UPDATE replicas SET expires = 0 WHERE id = ?', (store.leases.replica,))
 
