@@ -16,7 +16,6 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.data.sources import read_rows
-from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
@@ -236,7 +235,6 @@ class ServiceState:
       UserError: a lesson does not fit the engine.
       TeacherUnavailable: as `Sidecar.score`.
       Cancelled: the client has disconnected.
-      Deadline: the deadline has passed.
     """
     if self.endpoint is None:
       raise InvalidRequest(
@@ -246,11 +244,7 @@ class ServiceState:
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
     for lesson in asked:
       requests.check_lesson(lesson, buckets, sizes.topk, self.vocab_size)
-    try:
-      return lessons.taught(self.endpoint, asked, sizes.topk, call)
-    except StoppedError:
-      call.check()
-      raise
+    return lessons.taught(self.endpoint, asked, sizes.topk, call)
 
   # Properties.
 
