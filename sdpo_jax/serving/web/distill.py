@@ -50,6 +50,12 @@ class DistillTraining(RequestBody):
   num_steps: int = Field(1, ge=1)
   jsd_reg_weight: Number = Field(0.5, ge=0, description='Weight of the regulariser.')
   teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
+  support: Literal['teacher', 'union'] = Field(
+    'teacher',
+    description="The tokens of the regulariser: the teacher's top K or, with 'union', also the student's, which the "
+    'service compiles for if serve.union_support is set, and refuses otherwise.',
+  )
+  tail: bool = Field(False, description='Whether a tail bucket holds all other tokens, as it always does with union.')
 
 
 class DistillBody(RequestBody):
@@ -90,7 +96,7 @@ def distill(asked: Incoming) -> Reply:
   item = _item(asked.account, body.prompt, body.response, body.feedback)
   training = body.training
   update = {'loss': 'jsd_pg', 'steps': training.num_steps, 'jsd_weight': training.jsd_reg_weight}
-  update |= training.model_dump(include={'learning_rate', 'alpha', 'clip_eps', 'max_grad_norm'})
+  update |= training.model_dump(include={'learning_rate', 'alpha', 'clip_eps', 'max_grad_norm', 'support', 'tail'})
   most = asked.account.service.sizes.topk
   if training.jsd_reg_weight and training.teacher_top_k not in (None, most):
     raise InvalidRequest(

@@ -623,6 +623,13 @@ def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   assert status == 200 and world.account.version(dan, 3).details['teacher'] == 'base'
   status, wrong = post(world, '/v1/distill', body | {'lora_uri': answer['lora_uri'], 'teacher': 'nobody'})
   assert status == 400 and wrong['error']['field'] == 'teacher.kind'
+  learned |= {'lora_uri': answer['lora_uri'], 'training': {'tail': True}}
+  status, answer = post(world, '/v1/distill', learned)
+  assert status == 200 and world.account.version(dan, 4).details['loss']['tail'] is True
+  learned |= {'lora_uri': answer['lora_uri'], 'training': {'support': 'union'}}
+  status, wrong = post(world, '/v1/distill', learned)
+  assert status == 400 and "set support='teacher'" in wrong['error']['message']
+  assert 'serve.union_support' in wrong['error']['message']
 
 
 def test_feedback_learns_by_the_divergence(world, dan):
