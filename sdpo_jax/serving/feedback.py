@@ -27,7 +27,7 @@ from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, Se
 from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.jobs import tokens_learned
-from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, optimizer_name
+from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, in_effect, optimizer_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store import optimizer_states
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
@@ -213,11 +213,9 @@ def _learn(
 
 def _lost_moments(store: Store, adapter: AdapterRecord, moments_of: int | None) -> list[str]:
   """Return a warning if learning from a version that was learned did not begin with its own moments."""
-  for version in store.lineage(adapter.owner, adapter.id):
-    if version.number == moments_of or version.reason in ('create', 'import'):
-      return []
-    if version.reason != 'undo':  # Which has the moments of its parent.
-      break
+  learned, *_ = in_effect(store.database.lineage(adapter.id))  # An undo has the moments of its parent.
+  if learned.number == moments_of or learned.reason in ('create', 'import'):
+    return []
   instead = 'zeros' if moments_of is None else f'those of version {moments_of}'
   return [f'The moments of version {adapter.head} are not stored, so learning began with {instead}.']
 
@@ -281,10 +279,7 @@ def _metrics(learned: Learned) -> dict[str, float]:
 
 def loss_said(loss: Loss) -> dict[str, Any]:
   """Return a loss with its name and parameters, as JSON."""
-  said = {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
-  # Fields that earlier versions lack are left out at their defaults, so that the losses stay comparable.
-  late = {'support': 'student', 'tail': False}
-  return {name: value for name, value in said.items() if name not in late or value != late[name]}
+  return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
 
 
 def _loss_of(request: FeedbackRequest) -> dict[str, Any]:

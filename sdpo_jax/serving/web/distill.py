@@ -86,7 +86,7 @@ class DistillSaid(ResponseBody):
   """The result of learning from one completion."""
 
   lora_uri: str = Field(description='The URI of the newest version: the same as before if a guard rejected the step.')
-  metadata: dict[str, Any] = Field(description='The metrics of the loss, whether a version was accepted, and why not.')
+  metadata: dict[str, Any] = Field(description='The metrics, whether a version was accepted, why not, and warnings.')
 
 
 def distill(asked: Incoming) -> Reply:
@@ -254,11 +254,11 @@ def _learn(
 
 def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
   """Return the result of learning as JSON in the form of `DistillSaid`."""
-  told = ('accepted', 'reason', 'unchanged', 'moments_of', 'version_before', 'version_after')
+  told = ('accepted', 'reason', 'unchanged', 'moments_of', 'warnings', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
     'lora_uri': records.lora_uri(adapter.id, answer['version_after']),
-    'metadata': {**answer['metrics'], **{name: answer[name] for name in told}},
+    'metadata': {**answer['metrics'], **{name: answer[name] for name in told if name in answer}},
   }
 
 

@@ -632,6 +632,22 @@ def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   assert 'serve.union_support' in wrong['error']['message']
 
 
+def test_distill_says_that_moments_were_lost_also_if_its_answer_was(world, dan, monkeypatch):
+  body, service = {'lora_id': 'dan', 'prompt': 'Hi', 'response': 'Hello', 'feedback': 'Be.'}, world.account.service
+  with monkeypatch.context() as patched:  # As after a kill between the answer and the writing of its state.
+    patched.setattr(service.store, 'keep_optimizer_state', lambda *_: None)
+    assert post(world, '/v1/distill', body)[1]['metadata']['warnings'] == []
+  service.worker.forget(f'{dan}@1')
+  with monkeypatch.context() as patched:  # As after a kill before the answer is stored.
+    patched.setattr(service.store, 'finish', lambda request, *_: service.store.abandon(request))
+    answers = [post(world, '/v1/distill', body, **{'Idempotency-Key': 'dan-lost'})]
+  answers.append(post(world, '/v1/distill', body, **{'Idempotency-Key': 'dan-lost'}))
+  for status, answer in answers:
+    assert status == 200 and answer['lora_uri'] == f'sdpo://{dan}@2'
+    [warning] = answer['metadata']['warnings']
+    assert warning == 'The moments of version 1 are not stored, so learning began with zeros.'
+
+
 def test_feedback_learns_by_the_divergence(world, dan):
   said = {'lora_id': 'dan', 'prompt': 'Hi', 'response': 'Hello', 'feedback': 'Be brief.'}
   training = {
