@@ -147,8 +147,7 @@ def _learn(
     arrays, state = (worker.arrays(name) if learned.stepped else {} for name in (new, optimizer_name(new)))
     numbers = *arrays.values(), *state.values(), *(said.log_probs_after for said in learned.said)
     finite = (learned.stepped or learned.unchanged) and all(bool(np.isfinite(each).all()) for each in numbers)
-    canaries = None
-    ability_loss = None
+    canaries = ability_loss = None
     if finite and arrays and service.abilities and limits.max_ability_loss is not None:
       ability_loss = service.canaries.ability_loss(new, service.abilities, call)
     if finite and arrays and canary_prompts:
@@ -163,14 +162,12 @@ def _learn(
     rises = [each.rise for each in moved if each.rise is not None]
     names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
     on_canaries = {name: getattr(canaries, name) for name in names}
-    rejected_rise = max(rises, default=None)
-    measured = Measured(finite, ratio, **on_canaries, rejected_rise=rejected_rise, ability_loss=ability_loss)
+    rise = max(rises, default=None)
+    measured = Measured(finite, ratio, **on_canaries, rejected_rise=rise, ability_loss=ability_loss)
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     began = service.state_of(before)
-    details |= {
-      'moments_of': began.moments_of,
-      'average_of': None if teacher.average_rate is None else began.average_of,
-    }
+    details['moments_of'] = began.moments_of
+    details['average_of'] = None if teacher.average_rate is None else began.average_of
     details['warnings'] += _lost_moments(store, adapter, began.moments_of)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
