@@ -56,7 +56,7 @@ class HttpConfig:
   )
   operator: str | None = setting(None, 'Owner whose keys see the usage of all keys in /metrics, not only their own.')
   log_bodies: bool = setting(
-    False, 'Log the bodies of requests and responses, which hold prompts, completions and feedback.'
+    False, 'Log the bodies of requests and responses, which hold texts of users, except those with store: false.'
   )
 
 

@@ -14,6 +14,7 @@ import dataclasses
 from typing import Any
 
 from sdpo_jax.config import rewards
+from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.data import ground_truth
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
@@ -114,9 +115,24 @@ def conversation(row: RawRow) -> list[dict[str, str]]:
     UserError: the row is faulty; the message names file, line, field and fault.
   """
   messages = _asked(fields(row), row)
-  for message in messages:
-    _check_unicode(message['content'], row)
+  for text in (part for message in messages for part in message.values()):
+    _check_unicode(text, row)
   return messages
+
+
+def answered(row: RawRow) -> tuple[list[dict[str, str]], str | None]:
+  """Return a row's question, as `conversation`, and its `answer`, a text; None: it has none.
+
+  Raises:
+    UserError: as `conversation`, or the row has other fields.
+  """
+  known = ('prompt', 'messages', 'system', 'answer')
+  for name in fields(row).keys() - known:
+    raise UserError(f'{row.origin}: there is no field {name!r}, only {", ".join(known)}{did_you_mean(name, known)}')
+  messages, answer = conversation(row), row.value.get('answer')
+  if answer is not None:
+    _check_unicode(_text(row.value, 'answer', row), row)
+  return messages, answer
 
 
 def preprocess(

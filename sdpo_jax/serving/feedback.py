@@ -27,7 +27,7 @@ from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, Se
 from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.jobs import tokens_learned
-from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, optimizer_name
+from sdpo_jax.serving.records import AdapterRecord, Version, engine_name, in_effect, optimizer_name
 from sdpo_jax.serving.service_state import EventLog, ServiceState
 from sdpo_jax.serving.store import optimizer_states
 from sdpo_jax.serving.store.store import IdempotentRequest, Store
@@ -147,8 +147,7 @@ def _learn(
     arrays, state = (worker.arrays(name) if learned.stepped else {} for name in (new, optimizer_name(new)))
     numbers = *arrays.values(), *state.values(), *(said.log_probs_after for said in learned.said)
     finite = (learned.stepped or learned.unchanged) and all(bool(np.isfinite(each).all()) for each in numbers)
-    canaries = None
-    ability_loss = None
+    canaries = ability_loss = None
     if finite and arrays and service.abilities and limits.max_ability_loss is not None:
       ability_loss = service.canaries.ability_loss(new, service.abilities, call)
     if finite and arrays and canary_prompts:
@@ -163,14 +162,12 @@ def _learn(
     rises = [each.rise for each in moved if each.rise is not None]
     names = () if canaries is None else ('kl_to_base', 'entropy', 'self_similarity')
     on_canaries = {name: getattr(canaries, name) for name in names}
-    rejected_rise = max(rises, default=None)
-    measured = Measured(finite, ratio, **on_canaries, rejected_rise=rejected_rise, ability_loss=ability_loss)
+    rise = max(rises, default=None)
+    measured = Measured(finite, ratio, **on_canaries, rejected_rise=rise, ability_loss=ability_loss)
     details = _details(request, teacher.name, prepared, learned, guards.check(limits, measured), canaries)
     began = service.state_of(before)
-    details |= {
-      'moments_of': began.moments_of,
-      'average_of': None if teacher.average_rate is None else began.average_of,
-    }
+    details['moments_of'] = began.moments_of
+    details['average_of'] = None if teacher.average_rate is None else began.average_of
     details['warnings'] += _lost_moments(store, adapter, began.moments_of)
     accepted, reason = details['accepted'], details['reason']
     stages.reach('guarded', accepted=accepted, reason=reason)
@@ -213,11 +210,9 @@ def _learn(
 
 def _lost_moments(store: Store, adapter: AdapterRecord, moments_of: int | None) -> list[str]:
   """Return a warning if learning from a version that was learned did not begin with its own moments."""
-  for version in store.lineage(adapter.owner, adapter.id):
-    if version.number == moments_of or version.reason in ('create', 'import'):
-      return []
-    if version.reason != 'undo':  # Which has the moments of its parent.
-      break
+  learned, *_ = in_effect(store.database.lineage(adapter.id))  # An undo has the moments of its parent.
+  if learned.number == moments_of or learned.reason in ('create', 'import'):
+    return []
   instead = 'zeros' if moments_of is None else f'those of version {moments_of}'
   return [f'The moments of version {adapter.head} are not stored, so learning began with {instead}.']
 
@@ -281,10 +276,7 @@ def _metrics(learned: Learned) -> dict[str, float]:
 
 def loss_said(loss: Loss) -> dict[str, Any]:
   """Return a loss with its name and parameters, as JSON."""
-  said = {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
-  # Fields that earlier versions lack are left out at their defaults, so that the losses stay comparable.
-  late = {'support': 'student', 'tail': False}
-  return {name: value for name, value in said.items() if name not in late or value != late[name]}
+  return {'name': 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg', **dataclasses.asdict(loss)}
 
 
 def _loss_of(request: FeedbackRequest) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.data import rows
 from sdpo_jax.data.sources import read_rows
-from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import requests
 from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.models import parameters
+from sdpo_jax.models.control_tokens import control_strings
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
 from sdpo_jax.serving.allowances import Allowances
@@ -208,18 +209,23 @@ class ServiceState:
     prompts: list[list[int]] = []
     abilities: list[tuple[list[int], list[int]]] = []
     for row in read_rows(file, 'serve.guards.canary_file') if file is not None else ():
-      found = row.value if isinstance(row.value, Mapping) else {}
-      prompt, answer = found.get('prompt'), found.get('answer')
+      messages, answer = rows.answered(row)
       try:
-        if not isinstance(answer, str | None):
-          raise InvalidRequest('The answer must be a text.')
-        messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
         prompts.append(self.prompt_of(messages=messages))
-        if answer is not None:
-          own = self.prompt_of(text=answer, add_special_tokens=False, limit=self.max_completion)
-          abilities.append((prompts[-1], own))
       except InvalidRequest as error:
-        raise UserError(f'{row.origin}: {error} A row has a prompt, and maybe an answer.') from error
+        raise UserError(f'{row.origin}: {error}') from error
+      if answer is None:
+        continue
+      spelled = next((each for each in control_strings(self.tokenizer) if each in answer), None)
+      if spelled is not None:
+        raise UserError(f"{row.origin}: field 'answer' spells the control token {spelled!r}: leave it out.")
+      tokens = self.tokenizer.encode(answer, add_special_tokens=False)
+      if len(tokens) > self.max_completion:
+        raise UserError(
+          f"{row.origin}: field 'answer' has {len(tokens)} tokens, and the limit is {self.max_completion} "
+          '(serve.response_buckets): shorten it.'
+        )
+      abilities.append((prompts[-1], tokens))
     return prompts, abilities
 
   # The external teacher.
@@ -236,7 +242,6 @@ class ServiceState:
       UserError: a lesson does not fit the engine.
       TeacherUnavailable: as `Sidecar.score`.
       Cancelled: the client has disconnected.
-      Deadline: the deadline has passed.
     """
     if self.endpoint is None:
       raise InvalidRequest(
@@ -246,11 +251,7 @@ class ServiceState:
     buckets = {'prompt': sizes.prompt_buckets, 'teacher': sizes.teacher_buckets, 'response': sizes.response_buckets}
     for lesson in asked:
       requests.check_lesson(lesson, buckets, sizes.topk, self.vocab_size)
-    try:
-      return lessons.taught(self.endpoint, asked, sizes.topk, call)
-    except StoppedError:
-      call.check()
-      raise
+    return lessons.taught(self.endpoint, asked, sizes.topk, call)
 
   # Properties.
 

@@ -23,7 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models import identity, model_files, same_tokenizer
 from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.teacher import dialects
-from sdpo_jax.teacher.asking import EndpointClient, ask_all
+from sdpo_jax.teacher.asking import STOP_S, EndpointClient, ask_all
 from sdpo_jax.teacher.dialects import EndpointScores
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
@@ -55,6 +55,7 @@ class Endpoint(EndpointClient):
     settings: TeacherEndpointConfig,
     vocab_size: int,
     on_attempt: Callable[[float, Fault | None], None] = lambda began, fault: None,
+    gives_up: Callable[[], bool] = lambda: False,
   ):
     """Prepare the client; no connection is made yet.
 
@@ -63,12 +64,13 @@ class Endpoint(EndpointClient):
       vocab_size: vocabulary size of the student.
       on_attempt: called after every request, by the thread that made it, with the value of `time.monotonic()` when it
         began, and what was wrong (None: nothing).
+      gives_up: returns whether failed requests should not be repeated at the moment; any thread may call.
 
     Raises:
       UserError: as in `EndpointClient`.
     """
     super().__init__(settings, SECTION, '/completions')
-    self._settings, self._vocab_size, self._on_attempt = settings, vocab_size, on_attempt
+    self._settings, self._vocab_size, self._on_attempt, self._gives_up = settings, vocab_size, on_attempt, gives_up
     self._dialect = dialects.DIALECTS[settings.dialect]
     self._told_tail = False
 
@@ -160,11 +162,13 @@ class Endpoint(EndpointClient):
         return scored
       except Fault as fault:
         self._on_attempt(began, fault)
-        if not fault.again or attempt == settings.retries:
-          raise
         before = f'; at the previous attempt, {fault}'
-        pause = json_server.pause_s(attempt, fault.after_s, random.random())
-        given_up.wait(min(pause, max(deadline - time.monotonic(), 0.0)))
+        ends = min(time.monotonic() + json_server.pause_s(attempt, fault.after_s, random.random()), deadline)
+        while True:
+          if not fault.again or attempt == settings.retries or self._gives_up():
+            raise
+          if given_up.wait(max(min(ends - time.monotonic(), STOP_S), 0.0)) or time.monotonic() >= ends:
+            break
     raise AssertionError('The last attempt returns or raises.')
 
   def _error(self, what: str, fault: Fault) -> EndpointError:

@@ -476,11 +476,18 @@ def test_the_services_own_prompts_and_answers_guard_all_adapters(ada, service, m
   own, _ = ada.create('own', {'canary_prompts': ['Hello']})
   assert fed(ada, own.id, None, ask(ada, of_tokens(drawn, SAID)))['canary']['prompts'] == 1
   for row, said in (
-    ({'answer': 'a'}, 'A row has a prompt'),
-    ('Hi', 'A row has a prompt'),
-    ({'prompt': 'Hi', 'answer': 5}, 'The answer must be a text'),
-    ({'prompt': 'Hi', 'answer': 'a' * 99}, 'the limit is 8'),
-    ({'prompt': 7}, 'messages must be a list'),
+    ({'answer': 'a'}, "field 'prompt' or 'messages' is missing"),
+    ('Hi', 'a row must be an object'),
+    ({'prompt': 'Hi', 'answer': 5}, "field 'answer' must be a non-empty string, not 5"),
+    ({'prompt': 'Hi', 'answer': ''}, "field 'answer' must be a non-empty string"),
+    ({'prompt': ' '}, "field 'prompt' must be a non-empty string"),
+    ({'prompt': 'Hi', 'answer': 'a' * 99}, "field 'answer' has 99 tokens, and the limit is 8"),
+    ({'prompt': 'Hi' * 99}, 'The prompt has .* the limit is 64'),
+    ({'prompt': 7}, "field 'prompt' must be a non-empty string, not 7"),
+    ({'prompt': 'Hi', 'answr': 'Yes'}, "no field 'answr', .* did you mean 'answer'"),
+    ({'prompt': 'Hi', 'answer': 'Y\ud83d'}, 'half of a character'),
+    ({'prompt': 'Hi\ud83d', 'answer': 'Y'}, 'half of a character'),
+    ({'prompt': 'Hi', 'answer': 'Yes<|im_end|>'}, r"field 'answer' spells the control token '<\|im_end\|>'"),
   ):
     file.write_text(json.dumps({'prompt': 'fine'}) + '\n' + json.dumps(row))
     with pytest.raises(UserError, match=f'canaries.jsonl.*2.*{said}'):

@@ -10,8 +10,9 @@ from sdpo_jax.distributed.stopping import NEVER, StoppedError
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import InvalidRequest, TeacherUnavailable
+from sdpo_jax.serving.errors import Cancelled, InvalidRequest, TeacherUnavailable
 from sdpo_jax.serving.sidecar import FAILURES, STALE, Sidecar
+from sdpo_jax.teacher import asking, endpoint
 from sdpo_jax.teacher.endpoint import EndpointQuery
 from tests.local_server import Answer, Server
 
@@ -112,10 +113,25 @@ def test_attempts_that_fail_together_count_as_one(world):
 @pytest.mark.parametrize('status', [400, 413, 422])
 def test_a_text_that_the_teacher_refuses_does_not_open_it_for_others(world, status):
   world.answer = lambda body: Answer({'error': 'too long'}, status=status)
+  world.check = lambda endpoint, stop: None  # Whose own texts it takes.
   for _ in range(2 * FAILURES):
     error, _ = world.refused(InvalidRequest)
     assert error.field == 'teacher' and 'too long' in error.log
-  assert world.teacher.state == {'breaker': 'closed'}
+  assert world.teacher.state == {'breaker': 'closed'} and len(world.checks) == 1  # After the first three.
+
+
+def test_a_teacher_that_refuses_everything_is_the_operators_matter(world, caplog):
+  world.answer = lambda body: Answer({'error': 'no prompt_logprobs'}, status=400)
+  for _ in range(FAILURES):
+    world.refused(InvalidRequest)
+  assert not world.checks and not caplog.text
+  error, asked = world.refused()
+  assert error.status == 503 and error.retry_after == PAUSE and 'no prompt_logprobs' in error.log
+  assert asked == len(world.checks) == 1 and world.teacher.state['breaker'] == 'open'
+  assert 'The external teacher fails its check: it is not asked for 10 s.' in caplog.text
+  world.now += PAUSE
+  world.answer = well
+  assert len(world.teacher.score(ASKED)) == 1 and world.teacher.state == {'breaker': 'closed'}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +161,54 @@ def test_one_request_checks_while_others_are_refused_at_once(world):
     leave.set()
     assert len(first.result(30)) == 1
   assert world.teacher.state == {'breaker': 'closed'}
+
+
+def test_a_teacher_that_nobody_has_asked_for_long_is_checked_by_one_request_while_others_wait(world):
+  world.now += STALE + 1.0
+  entered, leave = threading.Event(), threading.Event()
+
+  def slowly(endpoint, stop):
+    entered.set()
+    assert leave.wait(30)
+
+  world.check = slowly
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    scores = [pool.submit(world.teacher.score, ASKED) for _ in range(4)]
+    assert entered.wait(30)
+    leave.set()
+    assert all(len(each.result(30)) == 1 for each in scores)
+  assert len(world.checks) == 1 and world.teacher.counts == {'requests': 4, 'failures': 0, 'refused': 0}
+
+
+def test_a_check_of_a_teacher_that_nobody_has_asked_for_long_fails_like_any_request(world):
+  world.now += STALE + 1.0
+  world.answer = lambda body: DEAD
+  for _ in range(FAILURES - 1):
+    assert world.teacher.state == {'breaker': 'closed'}
+    assert world.refused()[1] == 1
+  world.answer = well
+  assert len(world.teacher.score(ASKED)) == 1 and len(world.checks) == FAILURES
+
+
+def test_nobody_checks_beside_a_check_that_has_opened_it(world):
+  world.now += STALE + 1.0
+  entered, leave = threading.Event(), threading.Event()
+
+  def opening(endpoint, stop):
+    for _ in range(FAILURES):
+      with pytest.raises(UserError):
+        endpoint.score(ASKED, stop)
+    entered.set()
+    assert leave.wait(30)
+
+  world.answer, world.check = lambda body: DEAD, opening
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    first = pool.submit(world.refused)
+    assert entered.wait(30)
+    world.now += PAUSE
+    assert world.refused()[1] == 0 and len(world.checks) == 1
+    leave.set()
+    first.exception(30)
 
 
 @pytest.mark.parametrize('fails', [True, False], ids=['after failures', 'while nobody asked'])
@@ -200,6 +264,52 @@ def test_a_teacher_that_is_away_at_the_start_is_checked_later_and_one_that_does_
   world.answer = lambda body: Answer({'error': 'no such model'}, status=404)
   with pytest.raises(UserError, match='no such model'):
     world.teacher.begin()
+
+
+def test_a_teacher_that_hangs_until_the_time_limit_is_unavailable_and_a_client_that_leaves_is_not_told(monkeypatch):
+  monkeypatch.setattr(asking, 'STOP_S', 0.01)
+  found, leave, now, calls = World(timeout_s=30.0), threading.Event(), [0.0], []
+
+  def hang(body):
+    now[0] += 2.0
+    if len(calls) == 2:
+      calls[1].end()
+    return leave.wait(30) and DEAD
+
+  found.answer = hang
+  with found.server:
+    try:
+      calls.append(Call(1.0, clock=lambda: now[0]))
+      with pytest.raises(TeacherUnavailable, match='within the time limit') as caught:
+        found.teacher.score(ASKED, calls[0])
+      assert caught.value.status == 503 and caught.value.retry_after >= 1.0
+      calls.append(Call())
+      with pytest.raises(Cancelled):
+        found.teacher.score(ASKED, calls[1])
+    finally:
+      leave.set()
+      found.teacher.close()
+
+
+def test_nothing_is_asked_again_once_it_is_open(monkeypatch):
+  monkeypatch.setattr(endpoint, 'STOP_S', 0.01)
+  found, paused = World(retries=9), threading.Event()
+  noting = found.teacher._endpoint._on_attempt  # noqa: SLF001
+
+  def attempted(*attempt):
+    noting(*attempt)
+    paused.set()
+
+  monkeypatch.setattr(found.teacher._endpoint, '_on_attempt', attempted)  # noqa: SLF001
+  found.answer = lambda body: Answer({}, 503, {'Retry-After': '60'})
+  with found.server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+    first = pool.submit(found.refused)
+    assert paused.wait(30)  # It would ask again in a minute.
+    found.answer = lambda body: Answer({}, 503, {'Retry-After': '0'})
+    error, asked = found.refused()
+    assert asked == FAILURES - 1 and error.retry_after == PAUSE
+    assert first.result(30)[1] == len(found.server.bodies) == FAILURES
+    found.teacher.close()
 
 
 def test_a_teacher_that_hangs_opens_it_like_a_dead_one(monkeypatch):

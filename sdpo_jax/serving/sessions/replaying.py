@@ -74,7 +74,8 @@ def _step(
     if part.response is not None:
       return LearnedTurns.from_json(json.loads(part.response))
     made = account.version(adapter, part.version)
-    return LearnedTurns(made.parent, made.number, True, None, tuple(sorted(set(turns))))
+    numbers, warnings = tuple(sorted(set(turns))), made.details['warnings']
+    return LearnedTurns(made.parent, made.number, True, None, numbers, warnings=warnings)
   try:
     began = time.monotonic()
     done = feedback.learn(account, adapter, None, asked, idempotency=part)

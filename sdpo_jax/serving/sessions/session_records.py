@@ -239,7 +239,8 @@ class LearnedTurns:
   moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
   seconds: float | None = None  # None: the process died after learning, before it noted more.
   answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
-  warnings: Sequence[str] = ()  # A sentence for each rejected answer that is likelier, or wanted one that is less so.
+  # Those of the feedback, and a sentence for each rejected answer that is likelier, or wanted one that is less so.
+  warnings: Sequence[str] = ()
   unchanged: bool = False  # Whether every gradient was 0, so that there was nothing to commit.
 
   @classmethod

@@ -196,13 +196,14 @@ def reconcile(database: Database, adapter: str) -> None:
     "SELECT number, details FROM versions WHERE adapter = ? AND number > ? AND reason = 'feedback' ORDER BY number"
   )
   for number, details in database.read(query, (adapter, min(example.head for example in waiting))):
-    source = json.loads(details).get(SOURCE)
+    made = json.loads(details)
+    source = made.get(SOURCE)
     if not isinstance(source, Mapping):
       continue
     named = [(source['id'], n, kind) for n, kind in source['examples']]
     if open_ones.isdisjoint(named):
       continue
-    said = LearnedTurns(number - 1, number, True, None, source['turns'])
+    said = LearnedTurns(number - 1, number, True, None, source['turns'], warnings=made['warnings'])
     with database.writing(full=True) as rows:
       note_learned(rows, named, number, said)
 

@@ -225,7 +225,7 @@ def said_of(
     _moved(items[-1].tokens, scores, account.service.texts) if answer['accepted'] else (),
     round(time.monotonic() - began, 6),
     answers,
-    tuple(sentence for each in answers for sentence in _warnings(each)) if answer['accepted'] else (),
+    (*answer['warnings'], *(each for moved in answers for each in _warnings(moved) if answer['accepted'])),
     answer['unchanged'],
   )
 

@@ -483,21 +483,12 @@ class Store:
       waiting, arrays = self._states.get(version.adapter, (None, {}))
     if waiting == version:
       return optimizer_states.own(version, arrays)
-    lineage = self._lineage(version)
-    return optimizer_states.read(self.blobs, self.base, self._place(version.adapter)[0], lineage)
-
-  def lineage(self, owner: str, id: str) -> list[Version]:
-    """Return the newest version of an adapter, its parent, and so on, as far as they are stored."""
-    return self._lineage(self.version(owner, id, self.adapter(owner, id).head))
-
-  def _lineage(self, version: Version) -> list[Version]:
-    """Return a version, its parent, and so on, as far as they are stored."""
     known = {each.number: each.manifest for each in self.database.versions(version.adapter)}
-    found, at = [], version.number
+    lineage, at = [], version.number
     while (manifest := known.get(at)) is not None:
-      found.append(manifest.version)
-      at = found[-1].parent
-    return found
+      lineage.append(manifest.version)
+      at = lineage[-1].parent
+    return optimizer_states.read(self.blobs, self.base, self._place(version.adapter)[0], lineage)
 
   def _write_state(self, id: str) -> None:
     """Write the optimizer state of an adapter that waits, if there is one; a failed write is tried again later."""

@@ -50,6 +50,12 @@ class DistillTraining(RequestBody):
   num_steps: int = Field(1, ge=1)
   jsd_reg_weight: Number = Field(0.5, ge=0, description='Weight of the regulariser.')
   teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
+  support: Literal['teacher', 'union'] = Field(
+    'teacher',
+    description="The tokens of the regulariser: the teacher's top K or, with 'union', also the student's, which the "
+    'service compiles for if serve.union_support is set, and refuses otherwise.',
+  )
+  tail: bool = Field(False, description='Whether a tail bucket holds all other tokens, as it always does with union.')
 
 
 class DistillBody(RequestBody):
@@ -80,7 +86,7 @@ class DistillSaid(ResponseBody):
   """The result of learning from one completion."""
 
   lora_uri: str = Field(description='The URI of the newest version: the same as before if a guard rejected the step.')
-  metadata: dict[str, Any] = Field(description='The metrics of the loss, whether a version was accepted, and why not.')
+  metadata: dict[str, Any] = Field(description='The metrics, whether a version was accepted, why not, and warnings.')
 
 
 def distill(asked: Incoming) -> Reply:
@@ -90,7 +96,7 @@ def distill(asked: Incoming) -> Reply:
   item = _item(asked.account, body.prompt, body.response, body.feedback)
   training = body.training
   update = {'loss': 'jsd_pg', 'steps': training.num_steps, 'jsd_weight': training.jsd_reg_weight}
-  update |= training.model_dump(include={'learning_rate', 'alpha', 'clip_eps', 'max_grad_norm'})
+  update |= training.model_dump(include={'learning_rate', 'alpha', 'clip_eps', 'max_grad_norm', 'support', 'tail'})
   most = asked.account.service.sizes.topk
   if training.jsd_reg_weight and training.teacher_top_k not in (None, most):
     raise InvalidRequest(
@@ -248,11 +254,11 @@ def _learn(
 
 def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
   """Return the result of learning as JSON in the form of `DistillSaid`."""
-  told = ('accepted', 'reason', 'unchanged', 'moments_of', 'version_before', 'version_after')
+  told = ('accepted', 'reason', 'unchanged', 'moments_of', 'warnings', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
     'lora_uri': records.lora_uri(adapter.id, answer['version_after']),
-    'metadata': {**answer['metrics'], **{name: answer[name] for name in told}},
+    'metadata': {**answer['metrics'], **{name: answer[name] for name in told if name in answer}},
   }
 
 

@@ -144,9 +144,10 @@ def failure_of(error: Exception, path: str, request_id: str, unexpected: Callabl
 
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:
   """Return the response to an error: the native format, or OpenAI's for the paths that are compatible with it."""
-  headers = {}
+  headers, waits = {}, {}
   if error.retry_after is not None:
     wait = min(max(0.0, error.retry_after), _LONGEST_WAIT)
+    waits = {'retry_after_s': round(wait, 1)}
     headers = {'Retry-After': str(max(1, math.ceil(wait))), 'retry-after-ms': str(math.ceil(1000 * wait))}
   if isinstance(error, VersionConflict):
     headers = {'ETag': f'"{error.current}"'}
@@ -161,6 +162,7 @@ def failure(error: ServiceError, path: str, request_id: str) -> Failure:
     said = {'code': error.code, 'message': str(error)}
     if error.field is not None:
       said['field'] = error.field
+    said |= waits  # Also for entries of a batch, which have no headers.
   if isinstance(error, VersionConflict):
     said['current_version'] = error.current
   elif isinstance(error, TurnConflict):

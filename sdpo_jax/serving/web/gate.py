@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import secrets
 import threading
 import time
@@ -63,6 +64,8 @@ GRACE = 5.0  # Seconds after its time limit within which a handler may still res
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
+# Of a request that wants nothing to be kept, also if its body is no JSON; texts in JSON cannot match.
+_UNSTORED = re.compile(rb'"store"\s*:\s*false')
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
 
 
@@ -190,7 +193,7 @@ class Gate:
     try:
       await self._pass(scope, receive, answer, request)
     except Exception as error:  # Not BaseException: the server is stopping, or the connection is gone.
-      failed = error_responses.failure_of(error, request.path, request.id, self._log.error)
+      failed = error_responses.failure_of(error, request.path, request.id, self._log_of(request).error)
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
@@ -198,7 +201,7 @@ class Gate:
       self._lifetime.under_way -= 1
       self._metrics.end(request.route, request.method, answer.status, seconds, request.tokens)
       if not request.quiet or answer.status not in (200, 503):
-        self._log.write(
+        self._log_of(request).write(
           'request',
           bodies={'asked': request.body, 'answered': b'' if request.secret else bytes(answer.kept)},
           request=request.id,
@@ -263,7 +266,7 @@ class Gate:
       state |= {
         'account': account,
         'call': call,
-        'log': self._log,
+        'log': self._log_of(request),
         'metrics': self._metrics,
         'request_id': request.id,
         'idempotency': None,
@@ -391,6 +394,9 @@ class Gate:
       watcher.cancel()
       if idempotent is not None:
         await run_in_threadpool(account.service.store.abandon, idempotent)
+
+  def _log_of(self, request: GateRequest) -> Log:
+    return self._log.without_bodies() if _UNSTORED.search(request.body) else self._log
 
   def _end_endless(self) -> None:
     for call in list(self._endless):

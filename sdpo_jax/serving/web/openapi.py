@@ -23,10 +23,11 @@ class ErrorBody(pydantic.BaseModel):
   code: str = pydantic.Field(description='A word for programs, such as not_found.')
   message: str = pydantic.Field(description='One sentence for people.')
   field: str | None = pydantic.Field(None, description='The field of the request that caused the error.')
+  retry_after_s: float | None = pydantic.Field(None, description='Seconds after which a retry may help.')
 
 
 class ErrorAnswer(pydantic.BaseModel):
-  """The response to a failed request; OpenAI-compatible routes have type and param in place of field."""
+  """The response to a failed request; OpenAI-compatible ones have type and param, not field and retry_after_s."""
 
   error: ErrorBody
 

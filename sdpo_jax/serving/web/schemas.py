@@ -400,6 +400,9 @@ class FeedbackSaid(ResponseBody):
     description='The version with whose moments the optimizer began: version_before, or an older one; null: zeros.',
   )
   average_of: int | None = Field(None, description="The version whose average the teacher 'ema' began with, likewise.")
+  warnings: list[str] = Field(
+    default_factory=list, description='What was not learned as requested, and moments that were lost.'
+  )
   items: list[dict[str, Any]] = Field(
     default_factory=list, description='For each completion: context, means, and per_token with the lists of `detail`.'
   )

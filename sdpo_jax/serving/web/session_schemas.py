@@ -202,7 +202,9 @@ class LearnedSaid(ResponseBody):
     description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
     "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
   )
-  warnings: list[str] = Field(default_factory=list, description='About answers that moved the wrong way.')
+  warnings: list[str] = Field(
+    default_factory=list, description='As in a feedback, or about answers that moved wrongly.'
+  )
 
 
 class SessionTurnsSaid(ResponseBody):

@@ -24,6 +24,7 @@ from sdpo_jax.serving.web.admission import Lifetime
 
 CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_WRITING = threading.Lock()  # Held while a line is written.
 _LONGEST_BODY = 20_000  # The most characters of a body in the log.
 
 
@@ -39,14 +40,17 @@ class Log:
       clock: returns seconds since the epoch.
     """
     self._stream, self._clock, self.bodies = stream, clock, bodies
-    self._lock = threading.Lock()
+
+  def without_bodies(self) -> Log:
+    """Return this log without bodies and messages of errors."""
+    return Log(self._stream, clock=self._clock)
 
   def write(self, event: str, *, bodies: Mapping[str, bytes] | None = None, **values: Any) -> None:
     """Write a line; `bodies` are added to it only if the log has bodies. Failures to write are ignored."""
     if self.bodies:
       values |= {name: _shown(body) for name, body in (bodies or {}).items()}
     line = json.dumps({'time': round(self._clock(), 3), 'event': event, **values}, default=str)
-    with self._lock:
+    with _WRITING:
       try:
         print(line, file=self._stream or sys.stderr, flush=True)
       except (OSError, ValueError):  # The reader of the stream is gone, or the stream is closed.

@@ -84,13 +84,15 @@ class Learner(Account):
 def learn(tenant, id, expected, request, **_) -> FeedbackResult:
   """Commit a version that depends on nothing, as `feedback.learn` commits one that was learned."""
   with tenant.turn(id, expected) as adapter:
+    details = {**request.source, 'warnings': []}
     made = tenant.service.store.commit(
-      OWNER, id, adapter.head, arrays(adapter.head % 20), reason='feedback', details=request.source
+      OWNER, id, adapter.head, arrays(adapter.head % 20), reason='feedback', details=details
     )
   none, nothing = np.zeros(len(request.items[-1].tokens), np.float32), np.zeros((len(request.items[-1].tokens), 0))
   scores = LessonScores(none, none, none, nothing.astype(np.int32), nothing, none, none, none)
   said = {'adapter': id, 'version_before': adapter.head, 'version_after': made.number, 'unchanged': False}
-  return FeedbackResult(said | {'accepted': True, 'reason': None}, [scores], [AnswersMoved()] * len(request.items))
+  said |= {'accepted': True, 'reason': None, 'warnings': []}
+  return FeedbackResult(said, [scores], [AnswersMoved()] * len(request.items))
 
 
 def account_of(store: Store) -> Learner:

@@ -23,7 +23,7 @@ from sdpo_jax.serving.errors import (
   TurnConflict,
 )
 from sdpo_jax.serving.feedback_request import Item, make_request
-from sdpo_jax.serving.records import VersionTarget
+from sdpo_jax.serving.records import VersionTarget, engine_name
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import session_tables, teaching, waiting_examples
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -327,6 +327,22 @@ def test_a_lesson_that_makes_the_denied_call_likelier_warns_or_is_rolled_back(ad
     assert 'max_rejected_rise is 0' in learned.reason
   quieter = denied(ada, script, opened(ada, where[0]), text='Hello')
   assert quieter.accepted and quieter.warnings == ()
+
+
+def test_what_was_learned_says_that_moments_were_lost_in_an_answer_and_in_one_that_was_lost(
+  ada, script, service, monkeypatch
+):
+  adapter, session = where = opened(ada)
+  with monkeypatch.context() as patched:  # As after a kill between the answer and the writing of its state.
+    patched.setattr(service.store, 'keep_optimizer_state', lambda *_: None)
+    denied(ada, script, where)
+  service.worker.forget(engine_name(adapter, 1))
+  said = ('The moments of version 1 are not stored, so learning began with zeros.',)
+  with monkeypatch.context() as patched:  # As after a kill between the commit and its note.
+    patched.setattr(session_tables, 'note_learned', lambda *_: None)
+    assert denied(ada, script, where, messages=()).warnings[:1] == said
+  session_tables.reconcile(service.store.database, adapter)
+  assert Sessions(ada).turns(*where)[1].learned.warnings == said
 
 
 def test_an_answer_without_a_call_can_be_denied(ada, script):

@@ -407,6 +407,17 @@ def test_bodies_are_logged_where_they_are_asked_for():
   assert 'a prompt' in world.lines()[-1]['asked'] and 'version' in world.lines()[-1]['answered']
 
 
+def test_no_body_is_logged_of_what_shall_not_be_stored():
+  world, json_body = World(bodies=True), {'Content-Type': 'application/json'}
+  for path in ('/v1/continual/change/abc', '/v1/continual/broken'):
+    for body in ('{"prompt": "a secret prompt", "store": false}', '{"store" :false, "prompt": "a secret'):
+      world.client().post(path, content=body, headers=json_body)
+  assert len(world.lines()) > 3 and 'secret' not in world.logged.getvalue()
+  assert not any(line.get('answered') or 'message' in line for line in world.lines())
+  world.client().post('/v1/continual/change/abc', json={'prompt': 'say "store": false'})
+  assert 'say' in world.lines()[-1]['asked']
+
+
 def test_tokens_are_counted_net_in_the_log_and_the_metrics(world):
   world.client().get('/v1/continual/whoami')
   assert world.lines()[-1]['tokens'] == {'sampled': 7}

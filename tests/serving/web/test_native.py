@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sqlite3
+import threading
 import types
 import zipfile
 
@@ -23,13 +24,16 @@ from starlette.testclient import TestClient
 from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.sidecar import FAILURES, Sidecar
 from sdpo_jax.serving.store import blobs
-from sdpo_jax.serving.web import packed
+from sdpo_jax.serving.web import gate, packed
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.telemetry import Log
-from tests.local_server import dead_address
+from sdpo_jax.teacher import asking
+from tests.local_server import Answer, Server, dead_address
 from tests.serving import service_world
 
 ROOT = '/v1/continual'
@@ -238,6 +242,27 @@ def test_a_kept_answer_that_committed_nothing_goes_with_its_adapter(world):
   assert code(world.ada.post(f'{at}/feedback', **asked)) == (404, 'not_found')
 
 
+def test_a_teacher_that_hangs_until_the_time_limit_is_a_503_that_names_no_address(world, monkeypatch):
+  calls, leave = [], threading.Event()
+  monkeypatch.setattr(gate, 'Call', lambda *given: calls.append(Call(*given)) or calls[-1])
+  monkeypatch.setattr(asking, 'STOP_S', 0.01)
+
+  def hang(body):
+    calls[-1].end(Deadline('The request was not done within its time limit.'))  # As the gate does.
+    return leave.wait(30) and Answer({}, 500)
+
+  at = create(world.ada, 'hung')
+  body = {'sample_id': draw(world.ada, 'hung')['completions'][0]['sample_id'], 'feedback': 'No.', 'teacher': 'endpoint'}
+  with Server(hang) as server:
+    settings = TeacherEndpointConfig(url=f'{server.url}/v1', model='m', timeout_s=30.0)
+    monkeypatch.setattr(world.service, 'endpoint', Sidecar(settings, 264, lambda *_: None, pause_s=60.0))
+    response = world.ada.post(f'{at}/feedback', json=body)
+    leave.set()
+  assert code(response) == (503, 'teacher_unavailable') and int(response.headers['retry-after']) >= 1
+  assert 'within the time limit' in response.text and '127.0.0.1' not in response.text
+  assert world.ada.get(at).json()['version'] == 0
+
+
 def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, monkeypatch, caplog):
   service, root, said = world.service, world.folder / 'root', []
   away = dead_address()
@@ -267,6 +292,7 @@ def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, m
   assert ask('POST', '/v1/distill', (503,), json=wrong).headers['retry-after'] == gone.headers['retry-after']
   entry = {**body, 'adapter': 'told', 'teacher': 'endpoint'}
   [result] = ask('POST', f'{ROOT}/feedback/batch', (200,), json={'entries': [entry]}).json()['results']
+  assert result['error']['retry_after_s'] > 1.0 and gone.json()['error']['retry_after_s'] > 1.0
   assert result['status'] == 503 and world.ada.get(at).json()['version'] == 0
   assert ask('GET', '/readyz', (200,)).json()['teacher']['breaker'] == 'open'
   assert 'sdpo_teacher_open 1.0' in ask('GET', '/metrics', (200,)).text

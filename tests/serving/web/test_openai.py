@@ -623,6 +623,29 @@ def test_distill_learns_by_jsd_pg_and_says_what_came_of_it(world, dan):
   assert status == 200 and world.account.version(dan, 3).details['teacher'] == 'base'
   status, wrong = post(world, '/v1/distill', body | {'lora_uri': answer['lora_uri'], 'teacher': 'nobody'})
   assert status == 400 and wrong['error']['field'] == 'teacher.kind'
+  learned |= {'lora_uri': answer['lora_uri'], 'training': {'tail': True}}
+  status, answer = post(world, '/v1/distill', learned)
+  assert status == 200 and world.account.version(dan, 4).details['loss']['tail'] is True
+  learned |= {'lora_uri': answer['lora_uri'], 'training': {'support': 'union'}}
+  status, wrong = post(world, '/v1/distill', learned)
+  assert status == 400 and "set support='teacher'" in wrong['error']['message']
+  assert 'serve.union_support' in wrong['error']['message']
+
+
+def test_distill_says_that_moments_were_lost_also_if_its_answer_was(world, dan, monkeypatch):
+  body, service = {'lora_id': 'dan', 'prompt': 'Hi', 'response': 'Hello', 'feedback': 'Be.'}, world.account.service
+  with monkeypatch.context() as patched:  # As after a kill between the answer and the writing of its state.
+    patched.setattr(service.store, 'keep_optimizer_state', lambda *_: None)
+    assert post(world, '/v1/distill', body)[1]['metadata']['warnings'] == []
+  service.worker.forget(f'{dan}@1')
+  with monkeypatch.context() as patched:  # As after a kill before the answer is stored.
+    patched.setattr(service.store, 'finish', lambda request, *_: service.store.abandon(request))
+    answers = [post(world, '/v1/distill', body, **{'Idempotency-Key': 'dan-lost'})]
+  answers.append(post(world, '/v1/distill', body, **{'Idempotency-Key': 'dan-lost'}))
+  for status, answer in answers:
+    assert status == 200 and answer['lora_uri'] == f'sdpo://{dan}@2'
+    [warning] = answer['metadata']['warnings']
+    assert warning == 'The moments of version 1 are not stored, so learning began with zeros.'
 
 
 def test_feedback_learns_by_the_divergence(world, dan):

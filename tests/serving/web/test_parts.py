@@ -155,7 +155,7 @@ def test_errors_have_a_status_headers_and_the_shape_of_their_route():
   for error in (StorageFailed('/my disk/db cannot be read.'), Damaged('/my disk/adapters/ad-1/HEAD is missing.')):
     said = error_responses.public(error)
     assert 'disk' not in str(said) and 'disk' in said.log
-  assert busy.body == {'error': {'code': 'busy', 'message': 'Come later.'}}
+  assert busy.body == {'error': {'code': 'busy', 'message': 'Come later.', 'retry_after_s': 3600.0}}
   conflict = error_responses.failure(VersionConflict('Not that.', current=7), '/v1/continual/adapters/x/feedback', 'id')
   assert conflict.status == 412 and conflict.headers == {'ETag': '"7"'}
   assert conflict.body['error']['current_version'] == 7
