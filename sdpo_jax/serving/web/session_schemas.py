@@ -205,8 +205,8 @@ class LearnedSaid(ResponseBody):
   warnings: list[str] = Field(default_factory=list, description='About answers that moved the wrong way.')
 
 
-class SessionTurnsSaid(ResponseBody):
-  """A session with all its turns."""
+class SessionTurnsSaid(PageSaid):
+  """A session with its turns."""
 
   session: SessionSaid
   turns: list[TurnSaid]
