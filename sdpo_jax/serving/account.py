@@ -138,7 +138,7 @@ class Account:
     """Return the owner's adapters, the oldest first.
 
     Args:
-      after: the id (or if `named`, the name) of the last adapter already seen; None: begin with the oldest.
+      after: the id (or if `named`, the name) or place of the last adapter already seen, see `records.place_after`.
       named: whether `after` is a name.
       **only: `limit` and `prefix`, see `Database.of_owner`.
 
@@ -146,11 +146,8 @@ class Account:
       InvalidRequest: there is no adapter `after`.
     """
     store = self.service.store
-    try:
-      last = None if after is None else (store.by_name if named else store.adapter)(self.owner, after)
-    except NotFound as error:
-      raise records.no_such_place(after) from error
-    return store.adapters(self.owner, last, **only)
+    find = functools.partial(store.by_name if named else store.adapter, self.owner)
+    return store.adapters(self.owner, records.place_after(after, find), **only)
 
   def change(
     self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: IdempotentRequest | None = None

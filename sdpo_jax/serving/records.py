@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import math
 import re
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +21,8 @@ SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.
+_PLACE = re.compile(r'(\d+\.\d+)~([a-z]+-[0-9a-f]+)')
+BEGINNING = (-math.inf, '')  # The place before all others.
 _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<number>\d{1,9}))?')
 Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
@@ -197,9 +200,31 @@ def parse(text: str) -> Reference:
   return Reference(found['adapter'], None if number is None else int(number), is_id)
 
 
-def no_such_place(after: str) -> InvalidRequest:
-  """Return the error for a page after something that does not exist, or does not any more."""
-  return InvalidRequest(f'There is no {short_repr(after)} to go on after: begin again, without after.', field='after')
+def place_of(entry: Any) -> str:
+  """Return the place of an entry in lists, which are in the order of creation; it outlives the entry."""
+  return f'{entry.created!r}~{entry.id}'
+
+
+def place_after(after: str | None, find: Callable[[str], Any]) -> tuple[float, str]:
+  """Return the time of creation, in seconds since the epoch, and the id after which a page begins.
+
+  Args:
+    after: what `place_of` has returned, or what names an entry that exists; None: the page is the first.
+    find: returns the entry of a name; raises NotFound.
+
+  Raises:
+    InvalidRequest: there is no such entry.
+  """
+  if after is None:
+    return BEGINNING
+  if (place := _PLACE.fullmatch(after)) is not None:
+    return float(place[1]), place[2]
+  try:
+    entry = find(after)
+  except NotFound as error:
+    said = f'There is no {short_repr(after)} to go on after, or it was deleted: begin again, without after.'
+    raise InvalidRequest(said, field='after') from error
+  return entry.created, entry.id
 
 
 def unknown(text: str) -> NotFound:

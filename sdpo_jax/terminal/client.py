@@ -92,7 +92,7 @@ class ServiceClient:
 
   def adapter(self, name: str) -> dict[str, Any]:
     """Return the adapter with this name or id; if there is none, create one with the name."""
-    for adapter in self._listed(_ROOT, 'adapters'):
+    for adapter in (each for page in self.pages(_ROOT, 'adapters') for each in page['adapters']):
       if name in (adapter['name'], adapter['id']):
         return adapter
     return self.post(_ROOT, {'name': name}, 'id')
@@ -103,16 +103,13 @@ class ServiceClient:
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
     """Return the stored versions of an adapter, the oldest first."""
-    return list(self._listed(f'{_ROOT}/{adapter}/versions', 'versions'))
+    return [each for page in self.pages(f'{_ROOT}/{adapter}/versions', 'versions') for each in page['versions']]
 
-  def _listed(self, path: str, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a list, page by page."""
-    more, after = True, {}
-    while more:
-      page = self.get(path, name, **after)
-      yield from page[name]
-      # Services of earlier versions have no pages.
-      more, after = page.get('has_more', False), {'after': page.get('last_id')}
+  def pages(self, path: str, *fields: str) -> Iterator[dict[str, Any]]:
+    """Yield the pages of a list, raising as `get`."""
+    yield (page := self.get(path, *fields))
+    while page.get('next') is not None:  # Services of earlier versions have no pages.
+      yield (page := self.get(path, *fields, after=page['next']))
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
     """Return how far the matrices of two versions are apart, in Frobenius norms."""
@@ -186,8 +183,8 @@ class SessionClient:
 
   def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the session and its turns."""
-    answer = self.client.get(self._path, 'session', 'turns')
-    return answer['session'], answer['turns']
+    pages = list(self.client.pages(self._path, 'session', 'turns'))
+    return pages[-1]['session'], [turn for page in pages for turn in page['turns']]
 
   def propose(
     self, messages: Sequence[Mapping[str, str]], seed: int | None, write: Callable[[str], None]

@@ -20,6 +20,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving.tool_calls import read_calls
 from sdpo_jax.terminal import escaping, history, learned, policies, program, script
 from sdpo_jax.terminal.changes import diff
+from sdpo_jax.terminal.client import ServiceClient, SessionClient
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice
 from sdpo_jax.terminal.screen import Line, Screen, has_colours
@@ -28,6 +29,24 @@ from tests.docs import pages
 ANY_TEXT = st.text(st.characters(codec=None))
 # Categories of characters that act, hide or stand for nothing.
 ACTING = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')
+
+
+# What is read.
+
+
+def test_long_lists_are_read_page_by_page(monkeypatch):
+  client, asked = ServiceClient('http://127.0.0.1:1', local=True), []
+
+  def get(path, *fields, after=0):
+    asked.append(after)
+    following = after + 2 if after < 4 else None
+    listed = {'session': {'id': 'ses-1', 'read': len(asked)}, fields[-1]: [{'n': after}, {'n': after + 1}]}
+    return listed | {'next': following}
+
+  monkeypatch.setattr(client, 'get', get)
+  session, turns = SessionClient(client, 'ad-1', 'ses-1', 'token').state()
+  assert session['read'] == 3 and [turn['n'] for turn in turns] == list(range(6)) and asked == [0, 2, 4]
+  assert [each['n'] for each in client.versions('ad-1')] == list(range(6))
 
 
 # What is shown.

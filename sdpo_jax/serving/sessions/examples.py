@@ -55,6 +55,7 @@ class TrainingExample:
   guards: Mapping[str, Any] | None
   show_attempt: bool
   edited_tokens: Sequence[int] | None = None  # The edited answer, if it is learned without a teacher.
+  id: int | None = dataclasses.field(default=None, compare=False)  # Larger for later ones of the same service.
 
   def to_json(self) -> dict[str, Any]:
     """Return the example as JSON, in the form that `from_json` reads."""
@@ -74,7 +75,7 @@ class TrainingExample:
     said = json_fields.known(values, ('format', *names), 'An example')
     if said.pop('format', None) != FORMAT:
       raise InvalidRequest(f'An example must have the format {FORMAT} of this version of sdpo_jax.', field='format')
-    said.setdefault('edited_tokens', None)  # Examples from before it was there.
+    said = {'edited_tokens': None, 'id': None} | said  # Examples from before they were there.
     read = json_fields.fields_of(said, _READ, 'An example', names)
     fits = read['log_probs'] is None or len(read['log_probs']) == len(read['tokens'])
     if not fits or not read['tokens'] or not read['prompt_tokens']:
@@ -84,17 +85,19 @@ class TrainingExample:
     return cls(**read)
 
 
-def exported(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
-  """Return all examples that were or will be learned in sessions of an adapter, the oldest first.
+def exported(account: Account, adapter: str, session: str | None, after: int, limit: int) -> list[TrainingExample]:
+  """Return examples that were or will be learned in sessions of an adapter, the oldest first.
 
   Args:
     account: the account of the owner.
     adapter: the id of the adapter.
     session: the id of one of its sessions; None: all.
+    after: the id of the last example already seen.
+    limit: the most examples.
   """
   database = account.service.store.database
-  found = session_tables.examples(database, adapter, **({} if session is None else {'session': session}))
-  found = [each for each in found if each.kind != REHEARSAL or each.versions]
+  only = {} if session is None else {'session': session}
+  found = session_tables.examples(database, adapter, after, limit, **only)
   contexts: dict[tuple[str, int], tuple[AgentSession, SessionTurn, list[dict[str, Any]], bool]] = {}
   for id in dict.fromkeys(each.session for each in found):
     known = session_tables.session(database, adapter, id)
@@ -150,6 +153,7 @@ def _exported(
 ) -> TrainingExample:
   settings, rehearsed = session.settings, example.kind == REHEARSAL and not turn.said
   return TrainingExample(
+    id=example.id,
     session=session.id,
     turn=turn.n,
     kind=example.kind,
@@ -242,4 +246,5 @@ _READ = {
   'guards': json_fields.optional(json_fields.mapping),
   'show_attempt': json_fields.flag,
   'edited_tokens': json_fields.optional(_wholes),
+  'id': json_fields.optional(json_fields.whole(0, 2**63 - 1)),
 }

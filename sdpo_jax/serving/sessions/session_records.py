@@ -376,6 +376,7 @@ class SessionExample:
   # The prompt without the denied proposals right before the turn; None: there is none, and it is that of the turn.
   asked: Sequence[int] | None = None
   direct: bool = False  # Whether the edited answer is learned without a teacher.
+  id: int | None = None  # Of its row; larger for later ones. None: it is not stored.
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:

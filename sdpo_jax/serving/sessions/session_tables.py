@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
-import math
 
 import numpy as np
 
@@ -27,14 +26,15 @@ from sdpo_jax.serving.sessions.session_records import (
   ToolResult,
 )
 from sdpo_jax.serving.store.connections import Rows
-from sdpo_jax.serving.store.database import Database, put
+from sdpo_jax.serving.store.database import ALL, Database, put
 from sdpo_jax.serving.tool_calls import ToolCall
 
 REHEARSAL = 'rehearsal'  # The kind of examples that are learned with others, any number of times.
 SOURCE = 'session'  # Key in the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
 _SESSION = 'id, adapter, created, token, revision, record'
 _TURN = 'n, prompt_tokens, tokens, log_probs, kept_tokens, record'
-_EXAMPLE = 'session, n, kind, state, head, versions, teacher_prompt, record'
+_EXAMPLE = 'id, session, n, kind, state, head, versions, teacher_prompt, record'
+_REAL = f"(kind != '{REHEARSAL}' OR versions != '[]')"
 
 # Reading.
 
@@ -45,11 +45,10 @@ def session(database: Database, adapter: str, id: str) -> AgentSession | None:
   return _session(rows[0]) if rows else None
 
 
-def sessions(database: Database, adapter: str, after: AgentSession | None, limit: int) -> list[AgentSession]:
-  """Return the sessions of an adapter, the oldest first, from the one after `after` on."""
-  place = (-math.inf, '') if after is None else (after.created, after.id)
+def sessions(database: Database, adapter: str, after: tuple[float, str], limit: int) -> list[AgentSession]:
+  """Return the sessions of an adapter, the oldest first, made after a time or with a later id."""
   query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? AND (created, id) > (?, ?) ORDER BY created, id LIMIT ?'
-  return [_session(row) for row in database.read(query, (adapter, *place, limit))]
+  return [_session(row) for row in database.read(query, (adapter, *after, limit))]
 
 
 def count(database: Database, adapter: str) -> int:
@@ -57,10 +56,10 @@ def count(database: Database, adapter: str) -> int:
   return database.read('SELECT count(*) FROM sessions WHERE adapter = ?', (adapter,))[0][0]
 
 
-def turns(database: Database, session: str) -> list[SessionTurn]:
-  """Return the turns of a session in order."""
-  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? ORDER BY n'
-  return [_turn(row) for row in database.read(query, (session,))]
+def turns(database: Database, session: str, after: int = -1, limit: int = ALL) -> list[SessionTurn]:
+  """Return the turns of a session with numbers above `after` in order."""
+  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n > ? ORDER BY n LIMIT ?'
+  return [_turn(row) for row in database.read(query, (session, after, limit))]
 
 
 def turn(database: Database, session: str, n: int) -> SessionTurn | None:
@@ -86,11 +85,14 @@ def state(database: Database, session: AgentSession, before: int = 2**62) -> Ses
   return SessionState(session, found[::-1])
 
 
-def examples(database: Database, adapter: str, **only: str) -> list[SessionExample]:
-  """Return the examples of an adapter, the oldest first; `only` may select a `session` and a `state`."""
-  chosen = ''.join(f' AND {column} = ?' for column in only)
-  query = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?{chosen} ORDER BY id'
-  return [_example(row) for row in database.read(query, (adapter, *only.values()))]
+def examples(database: Database, adapter: str, after: int = -1, limit: int = ALL, **only: str) -> list[SessionExample]:
+  """Return the examples of an adapter with ids above `after` in order; `only` may select a `session` and a `state`.
+
+  Rehearsals that no version has learned are left out.
+  """
+  chosen = ' AND '.join(['adapter = ?', 'id > ?', _REAL, *(f'{column} = ?' for column in only)])
+  query = f'SELECT {_EXAMPLE} FROM session_examples WHERE {chosen} ORDER BY id LIMIT ?'
+  return [_example(row) for row in database.read(query, (adapter, after, *only.values(), limit))]
 
 
 # Writing, within a transaction.
@@ -245,10 +247,10 @@ def _record(turn: SessionTurn) -> str:
 
 
 def _example(row: tuple) -> SessionExample:
-  *first, versions, teacher_prompt, record = row
+  id, *first, versions, teacher_prompt, record = row
   said = json.loads(record)
   more = said.pop('asked', None), said.pop('direct', False)
-  return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**said), *more)
+  return SessionExample(*first, json.loads(versions), _ids(teacher_prompt), TeacherTexts(**said), *more, id)
 
 
 def _bytes(tokens: Sequence[int] | None) -> bytes | None:

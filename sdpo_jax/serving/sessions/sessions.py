@@ -19,7 +19,7 @@ from sdpo_jax.environments.workspace import tools
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotFound, TurnConflict
-from sdpo_jax.serving.records import no_such_place
+from sdpo_jax.serving.records import place_after
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import examples, proposing, replaying, session_tables, teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, dialogue_of, template_of, written_by
@@ -112,16 +112,14 @@ class Sessions:
       raise Forbidden('Send the token of the session, from when it was opened, in the header X-Session-Token.')
 
   def list(self, adapter: str, after: str | None = None, limit: int = ALL) -> list[AgentSession]:
-    """Return the sessions of an adapter, the oldest first, from the one after the session `after` on.
+    """Return the sessions of an adapter, the oldest first, from the one after `after` on, see `place_after`.
 
     Raises:
       InvalidRequest: there is no session `after`.
     """
     id = self._account.adapter(adapter).id
-    last = None if after is None else session_tables.session(self._database, id, after)
-    if last is None and after is not None:
-      raise no_such_place(after)
-    return session_tables.sessions(self._database, id, last, limit)
+    place = place_after(after, lambda session: self.get(adapter, session))
+    return session_tables.sessions(self._database, id, place, limit)
 
   def get(self, adapter: str, session: str) -> AgentSession:
     """Return a session by its id."""
@@ -130,9 +128,9 @@ class Sessions:
       raise NotFound(f'{adapter} has no session {short_repr(session)}.')
     return known
 
-  def turns(self, adapter: str, session: str) -> Sequence[SessionTurn]:
-    """Return the turns of a session in order."""
-    return session_tables.turns(self._database, self.get(adapter, session).id)
+  def turns(self, adapter: str, session: str, after: int = -1, limit: int = ALL) -> Sequence[SessionTurn]:
+    """Return the turns of a session with numbers above `after` in order."""
+    return session_tables.turns(self._database, self.get(adapter, session).id, after, limit)
 
   def delete(self, adapter: str, session: str) -> None:
     """Erase a session with its turns and examples; what the adapter has learned stays."""
@@ -297,12 +295,14 @@ class Sessions:
     with self._settled(adapter, session) as (held, dialogue):
       return waiting_examples.learn(self._account, held.session, dialogue, few=True)
 
-  def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
-    """Return all examples that were or will be learned in sessions of an adapter, or in one of them."""
+  def examples(
+    self, adapter: str, session: str | None = None, after: int = -1, limit: int = ALL
+  ) -> Sequence[TrainingExample]:
+    """Return examples that were or will be learned in sessions of an adapter, or in one, with ids above `after`."""
     self._account.adapter(adapter)
     if session is not None:
       self.get(adapter, session)
-    return examples.exported(self._account, adapter, session)
+    return examples.exported(self._account, adapter, session, after, limit)
 
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: IdempotentRequest | None = None

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import pathlib
 import secrets
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.serving.records import AdapterRecord, Ancestor, SampleRecord, Version
+from sdpo_jax.serving.records import BEGINNING, AdapterRecord, Ancestor, SampleRecord, Version
 from sdpo_jax.serving.store import migrations
 from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.connections import POSTGRES, Connections, PostgresConnections, Rows, SqliteConnection
@@ -167,13 +166,12 @@ class Database:
     return found[0][0] if found else 0
 
   def of_owner(
-    self, owner: str, after: AdapterRecord | None = None, limit: int = ALL, prefix: str = ''
+    self, owner: str, after: tuple[float, str] = BEGINNING, limit: int = ALL, prefix: str = ''
   ) -> list[AdapterRecord]:
-    """Return adapters of an owner whose names have a prefix, the oldest first, from the one after `after` on."""
-    place = (-math.inf, '') if after is None else (after.created, after.id)
+    """Return adapters of an owner whose names have a prefix, the oldest first, made after a time or with a later id."""
     chosen = 'owner = ? AND deleted = 0 AND (created, id) > (?, ?) AND substr(name, 1, ?) = ?'
     query = f'SELECT {_ADAPTER} FROM adapters WHERE {chosen} ORDER BY created, id LIMIT ?'
-    return [_known(row).head.adapter for row in self.read(query, (owner, *place, len(prefix), prefix, limit))]
+    return [_known(row).head.adapter for row in self.read(query, (owner, *after, len(prefix), prefix, limit))]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""

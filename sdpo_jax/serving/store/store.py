@@ -38,7 +38,7 @@ from sdpo_jax.serving.errors import (
   Unprocessable,
   VersionConflict,
 )
-from sdpo_jax.serving.records import AdapterRecord, OptimizerState, Reason, SampleRecord, Version
+from sdpo_jax.serving.records import BEGINNING, AdapterRecord, OptimizerState, Reason, SampleRecord, Version
 from sdpo_jax.serving.store import optimizer_states, store_recovery, versions
 from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
 from sdpo_jax.serving.store.connections import POSTGRES, Rows
@@ -295,7 +295,7 @@ class Store:
       raise NotFound(f'There is no adapter {short_repr(name)}.')
     return self.adapter(owner, found.id)
 
-  def adapters(self, owner: str, after: AdapterRecord | None = None, **only: Any) -> list[AdapterRecord]:
+  def adapters(self, owner: str, after: tuple[float, str] = BEGINNING, **only: Any) -> list[AdapterRecord]:
     """Return the adapters of an owner, the oldest first, see `Database.of_owner`."""
     self._settle_all(owner)
     return self.database.of_owner(owner, after, **only)

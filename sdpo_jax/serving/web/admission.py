@@ -27,7 +27,7 @@ LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
 _CORS_HEADERS = (
   'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
 )
-_CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
+_CORS_EXPOSED = 'ETag, Link, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
 # Values of Sec-Fetch-Site for the service's own pages, and for addresses that a person has typed.
 _OWN_SITES = ('same-origin', 'none')
 

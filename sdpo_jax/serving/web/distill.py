@@ -354,7 +354,7 @@ def lora_list(asked: Incoming) -> Reply:
   limit, only = limit_of(asked.query), {'prefix': asked.query.get('prefix', '')}
   found = asked.account.adapters(asked.query.get('after'), named=True, limit=limit + 1, **only)
   names = [each.name for each in found]
-  return Reply(page('loras', names, limit, names))
+  return Reply(page('loras', names, limit, names, [records.place_of(each) for each in found]))
 
 
 def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:

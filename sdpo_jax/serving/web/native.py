@@ -27,7 +27,7 @@ from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
-from sdpo_jax.serving.web.pages import PAGED, limit_of, page
+from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -45,7 +45,7 @@ def list_adapters(asked: Incoming) -> Reply:
   """List your adapters, the oldest first."""
   limit = limit_of(asked.query)
   found = asked.account.adapters(asked.query.get('after'), limit=limit + 1)
-  return Reply(page('adapters', [adapter_said(adapter) for adapter in found], limit, [each.id for each in found]))
+  return Reply(dated_page('adapters', found, limit, adapter_said))
 
 
 def create_adapter(asked: Incoming) -> Reply:
@@ -85,8 +85,8 @@ def undo(asked: Incoming) -> Reply:
 
 def list_versions(asked: Incoming) -> Reply:
   """List the stored versions of an adapter, the oldest first."""
-  limit, after = limit_of(asked.query), asked.number('after')
-  found = asked.account.versions(asked.adapter, -1 if after is None else after, limit=limit + 1)
+  after, limit = paged(asked)
+  found = asked.account.versions(asked.adapter, after, limit=limit + 1)
   kept = [each.number for each in records.in_effect(asked.account.service.store.database.lineage(asked.adapter))]
   # Of versions before the oldest one that is known to be in effect, nothing is known.
   oldest = min(kept, default=0)

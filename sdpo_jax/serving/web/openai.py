@@ -24,6 +24,7 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
+from sdpo_jax.serving.store.database import ALL
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
 from sdpo_jax.serving.web.endpoints import JSON, operation
 from sdpo_jax.serving.web.events import ServerSentEvent
@@ -205,8 +206,8 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
   return {'id': name, 'object': 'model', 'created': int(created), 'owned_by': 'sdpo_jax', **more}
 
 
-def models(account: Account, after: str | None = None, limit: int = MOST_LISTED) -> dict[str, Any]:
-  """Return a page of the list of the model and the owner's adapters, the oldest first.
+def models(account: Account, after: str | None = None, limit: int = ALL) -> dict[str, Any]:
+  """Return the list of the model and the owner's adapters, the oldest first, or a page of it.
 
   Each adapter is there as NAME and as NAME@VERSION of its newest version.
 
@@ -275,11 +276,13 @@ async def chat_completions(request: Request) -> Response:
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 
-@operation(query=PAGED)
+# Whole by default, as OpenAI's, whose clients ask for no second page.
+@operation(query=PAGED | {'limit': f'The most entries of a page, up to {MOST_LISTED}; by default all.'})
 async def list_models(request: Request) -> Response:
   """List the model and your adapters, by name and by name@version."""
   query = request.query_params
-  found = await run_in_threadpool(lambda: as_json(models(request.state.account, query.get('after'), limit_of(query))))
+  limit = limit_of(query) if 'limit' in query else ALL
+  found = await run_in_threadpool(lambda: as_json(models(request.state.account, query.get('after'), limit)))
   return Response(found, media_type=JSON)
 
 

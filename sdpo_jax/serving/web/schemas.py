@@ -90,8 +90,9 @@ class PageSaid(ResponseBody):
   """A page of a list."""
 
   first_id: str | int | None = Field(description='The id of the first entry; null: the page is empty.')
-  last_id: str | int | None = Field(
-    description='The id of the last entry, for `after` in the address of the next page.'
+  last_id: str | int | None = Field(description='The id of the last entry.')
+  next: str | int | None = Field(
+    description='For `after` in the address of the next page, also if the last entry is deleted; null: there is none.'
   )
   has_more: bool = Field(description='Whether there are entries after this page.')
 

@@ -11,6 +11,7 @@ import functools
 import json
 import time
 from typing import Any
+import urllib.parse
 
 import pydantic
 from starlette.routing import Route
@@ -25,10 +26,10 @@ from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent
-from sdpo_jax.serving.web.pages import PAGED, limit_of, page
+from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
-_SESSIONS = f'{native.ADAPTER}/sessions'
+_SESSIONS, _EXAMPLES = f'{native.ADAPTER}/sessions', f'{native.ADAPTER}/examples'
 _SESSION = _SESSIONS + '/{session}'
 _TURN = _SESSION + '/turns/{n}'
 NDJSON = 'application/x-ndjson'
@@ -39,7 +40,7 @@ def list_sessions(asked: Incoming) -> Reply:
   """List the sessions of an adapter, the oldest first."""
   limit = limit_of(asked.query)
   found = Sessions(asked.account).list(asked.adapter, asked.query.get('after'), limit=limit + 1)
-  return Reply(page('sessions', [each.to_json() for each in found], limit, [each.id for each in found]))
+  return Reply(dated_page('sessions', found, limit, lambda each: each.to_json()))
 
 
 def open_session(asked: Incoming) -> Reply:
@@ -55,11 +56,11 @@ def open_session(asked: Incoming) -> Reply:
 
 
 def get_session(asked: Incoming) -> Reply:
-  """Return a session with all its turns."""
-  sessions = Sessions(asked.account)
-  found = sessions.get(asked.adapter, asked.path['session'])
-  turns = sessions.turns(asked.adapter, asked.path['session'])
-  return Reply({'session': found.to_json(), 'turns': [turn.to_json() for turn in turns]})
+  """Return a session with its turns, the oldest first."""
+  sessions, where, (after, limit) = Sessions(asked.account), (asked.adapter, asked.path['session']), paged(asked)
+  found, turns = sessions.get(*where), sessions.turns(*where, after, limit + 1)
+  listed = page('turns', [turn.to_json() for turn in turns], limit, [turn.n for turn in turns])
+  return Reply({'session': found.to_json()} | listed)
 
 
 def delete_session(asked: Incoming) -> Reply:
@@ -151,9 +152,12 @@ def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | 
 
 
 def examples(asked: Incoming) -> Reply:
-  """Return every example that was or will be learned, one JSON object per line."""
-  found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'))
-  return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found), content_type=NDJSON)
+  """Return the examples that were or will be learned, one JSON object per line; `Link` has the next page."""
+  after, limit = paged(asked)
+  found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'), after, limit + 1)
+  query = urllib.parse.urlencode({**asked.query, 'after': found[:limit][-1].id if found else 0})
+  link = {'Link': f'<{_EXAMPLES.format(adapter=asked.adapter)}?{query}>; rel="next"'} if len(found) > limit else {}
+  return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found[:limit]), NDJSON, link)
 
 
 def replay(asked: Incoming) -> Reply:
@@ -234,7 +238,7 @@ ROUTES: list[Route] = [
     guarded=True,
     secret=True,
   ),
-  route('GET', _SESSION, get_session, response=schemas.SessionTurnsSaid, guarded=True),
+  route('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid, guarded=True),
   route('DELETE', _SESSION, delete_session, response=DeletedSaid, guarded=True, token=True),
   _drawn(f'{_SESSION}/turns', propose, schemas.ProposeRequest),
   _drawn(f'{_TURN}/retry', retry, schemas.RetryRequest),
@@ -243,9 +247,9 @@ ROUTES: list[Route] = [
   route('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_KEPT),
   route(
     'GET',
-    f'{native.ADAPTER}/examples',
+    _EXAMPLES,
     examples,
-    query={'session': 'Only return examples of this session.'},
+    query={'session': 'Only return examples of this session.'} | PAGED,
     answers=NDJSON,
     guarded=True,
   ),

@@ -207,8 +207,8 @@ class LearnedSaid(ResponseBody):
   )
 
 
-class SessionTurnsSaid(ResponseBody):
-  """A session with all its turns."""
+class SessionTurnsSaid(PageSaid):
+  """A session with its turns."""
 
   session: SessionSaid
   turns: list[TurnSaid]

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from benchmarks import chromium, console_clicks
 from sdpo_jax.config import Config
-from sdpo_jax.serving.web import console
+from sdpo_jax.serving.web import console, pages
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
@@ -345,7 +345,7 @@ def test_what_is_hidden_or_reorders_is_seen_where_it_is_edited(browser, visitor)
 
 
 @pytest.mark.slow
-def test_a_reload_loses_no_proposal_and_other_tabs_only_read(browser, visitor):
+def test_a_reload_loses_no_proposal_and_other_tabs_only_read(browser, visitor, monkeypatch):
   page = visitor.page
   browser.script.say(session_world.called(session_world.READ))
   visitor.open_session('again')
@@ -370,6 +370,9 @@ def test_a_reload_loses_no_proposal_and_other_tabs_only_read(browser, visitor):
   visitor.write('.results textarea', 'found')
   visitor.press('Continue', visitor.shows(2))
   assert [turn['status'] for turn in known(browser, 'again')] == ['approved', 'answered']
+  monkeypatch.setattr(pages, 'MOST_LISTED', 1)
+  page.open(f'{browser.running.url}/console')
+  page.until(visitor.shows(2))
 
 
 PAYLOADS = (

@@ -105,7 +105,8 @@ def walked(client, path, name, limit):
     assert [page['first_id'], page['last_id']] == [page[name][0][key], page[name][-1][key]]
     assert len(page[name]) == limit if page['has_more'] else 0 < len(page[name]) <= limit
     found += page[name]
-    more, after = page['has_more'], {'after': page['last_id']}
+    assert page['has_more'] == (page['next'] is not None)
+    more, after = page['has_more'], {'after': page['next']}
   return found
 
 
@@ -132,13 +133,31 @@ def test_lists_have_pages(world):
       refused = world.ada.get(path, params=query)
       assert code(refused) == (400, 'invalid_request') and refused.json()['error']['field'] in query, query
   page = world.ada.get(f'{own}/versions', params={'after': 10**8}).json()
-  assert page == {'versions': [], 'first_id': None, 'last_id': None, 'has_more': False}
+  assert page == {'versions': [], 'first_id': None, 'last_id': None, 'next': None, 'has_more': False}
   for at in made:
     assert world.ada.delete(at).status_code == 200
-  assert code(world.ada.get(f'{ROOT}/adapters', params={'after': made[0].rpartition('/')[2]})) == (
-    400,
-    'invalid_request',
-  )
+
+
+def test_a_list_goes_on_after_an_entry_that_was_deleted(world):
+  own = f'{ROOT}/adapters/{world.own["ada"]}'
+  adapters = [create(world.ada, f'gone-{number}') for number in range(3)]
+  sessions = [world.ada.post(f'{own}/sessions', json={}) for _ in range(3)]
+  tokens = {each.headers['location']: {'X-Session-Token': each.json()['token']} for each in sessions}
+  for path, name, made in ((f'{ROOT}/adapters', 'adapters', adapters), (f'{own}/sessions', 'sessions', [*tokens])):
+    ids = [at.rpartition('/')[2] for at in made]
+    before = [each['id'] for each in world.ada.get(path).json()[name]].index(ids[0])
+    page = world.ada.get(path, params={'limit': before + 1}).json()
+    assert page['last_id'] == ids[0]
+    rest = world.ada.get(path, params={'after': page['last_id']}).json()
+    assert world.ada.delete(made[0], headers=tokens.get(made[0], {})).status_code == 200
+    assert world.ada.get(path, params={'after': page['next']}).json() == rest
+    assert [each['id'] for each in rest[name]][:2] == ids[1:]
+    refused = world.ada.get(path, params={'after': page['last_id']})
+    assert code(refused) == (400, 'invalid_request') and 'was deleted' in refused.json()['error']['message']
+    # The place of another's entry is only a time.
+    assert world.bob.get(f'{ROOT}/adapters', params={'after': page['next']}).status_code == 200
+  for at in adapters[1:]:
+    assert world.ada.delete(at).status_code == 200
 
 
 def test_a_name_is_taken_once_and_is_no_id(world):

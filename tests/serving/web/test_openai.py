@@ -27,6 +27,7 @@ from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
+from sdpo_jax.serving.web import pages
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from tests.scoring_server import log_probs
@@ -175,11 +176,20 @@ def test_models_are_listed_in_pages(world):
       assert len(page['data']) <= limit and page['last_id'] == page['data'][-1]['id']
       if not page['has_more']:
         break
-      after = {'after': page['last_id']}
+      after = {'after': page['next']}
     assert found == whole['data']
   for query in ({'limit': 0}, {'limit': 1001}, {'limit': 'x'}, {'after': 'nobody'}, {'after': ''}, {'after': '\0%'}):
     refused = world.http.get('/v1/models', params=query)
     assert refused.status_code == 400 and refused.json()['error']['param'] in query, query
+
+
+def test_a_list_without_a_limit_has_all_models(client, world, monkeypatch):
+  """OpenAI's clients ask for no second page."""
+  whole = [each.id for each in client.models.list()]
+  monkeypatch.setattr(pages, 'MOST_LISTED', 2)
+  assert len(whole) > 2 and [each.id for each in client.models.list()] == whole
+  page = world.http.get('/v1/models', params={'limit': 2}).json()
+  assert [each['id'] for each in page['data']] == whole[:2] and page['has_more']
 
 
 @pytest.mark.parametrize('stream', [False, True])
@@ -683,10 +693,12 @@ def test_a_completion_is_scored_behind_a_conversation(world, model, reader):
 
 def test_adapters_are_listed_exported_and_deleted(world, dan):
   listed = world.http.get('/v1/lora', params={'prefix': 'd'}).json()
-  assert listed == {'loras': ['dan'], 'first_id': 'dan', 'last_id': 'dan', 'has_more': False}
+  assert listed == {'loras': ['dan'], 'first_id': 'dan', 'last_id': 'dan', 'next': None, 'has_more': False}
   everything = world.http.get('/v1/lora').json()['loras']
   rest = world.http.get('/v1/lora', params={'after': everything[0], 'limit': 2}).json()
   assert rest['loras'] == everything[1:3] and rest['has_more'] == (len(everything) > 3)
+  first = world.http.get('/v1/lora', params={'limit': 1}).json()
+  assert world.http.get('/v1/lora', params={'after': first['next'], 'limit': 2}).json() == rest
   files = world.http.get('/v1/lora/export', params={'lora_id': 'dan'})
   with zipfile.ZipFile(io.BytesIO(files.content)) as archive:
     assert {'adapter_config.json', 'adapter_model.safetensors'} <= set(archive.namelist())

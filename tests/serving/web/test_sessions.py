@@ -110,7 +110,12 @@ def test_a_session_is_opened_listed_read_and_deleted(world):
   assert opened.answer.headers['location'] == opened.at and opened.session['id'].startswith('ses-')
   assert opened.session['settings']['title'] == 'mine' and opened.session['settings']['rehearse'] == 1
   assert opened.session['settings']['update'] == {'learning_rate': 0.01, 'is_clip': None}
-  assert opened.known == {'session': opened.session, 'turns': []}
+  assert opened.known == {
+    'session': opened.session,
+    'turns': [],
+    **dict.fromkeys(('first_id', 'last_id', 'next')),
+    'has_more': False,
+  }
   other = Opened(world, adapter=opened.session['adapter'])
   listed = world.open.get(f'{opened.adapter}/sessions').json()['sessions']
   assert [each['id'] for each in listed] == [opened.session['id'], other.session['id']]
@@ -355,6 +360,54 @@ def test_examples_travel_as_lines_and_are_learned_by_another_adapter(world):
   first, again = (world.open.post(f'{other.adapter}/replay', **asked) for _ in range(2))
   assert first.status_code == 200 and first.content == again.content, first.text
   assert [each['version_after'] for each in first.json()['learned']] == [1] and other.version == 1
+
+
+def test_turns_and_examples_have_pages(world):
+  opened = Opened(world, min_sdpo_examples=64)
+  for n in range(3):
+    opened.propose(HELLO if n == 0 else ())
+    opened.decide(n, DENIAL | {'correction': f'Say {n}.'})
+  whole, found, after = opened.known, [], {}
+  assert len(whole['turns']) == 3 and whole['next'] is None
+  while after is not None:
+    page = opened.client.get(opened.at, params={'limit': 2, **after}).json()
+    assert page['session'] == whole['session'] and 0 < len(page['turns']) <= 2
+    found += page['turns']
+    after = {'after': page['next']} if page['has_more'] else None
+  assert found == whole['turns']
+  other = Opened(world, adapter=opened.session['adapter'], min_sdpo_examples=64)
+  other.propose(HELLO)
+  other.decide(0, DENIAL)
+  for only, count in (({}, 4), ({'session': opened.session['id']}, 3)):
+    lines = world.open.get(f'{opened.adapter}/examples', params=only).content.splitlines()
+    assert len(lines) == count
+    for limit in (1, 3, 4):
+      answer = world.open.get(f'{opened.adapter}/examples', params={'limit': limit, **only})
+      parts = [answer.content.splitlines()]
+      while 'next' in answer.links:
+        answer = world.open.get(answer.links['next']['url'])
+        parts.append(answer.content.splitlines())
+      assert sum(parts, []) == lines and all(0 < len(part) <= limit for part in parts)
+  first = json.loads(world.open.get(f'{opened.adapter}/examples', params={'limit': 1}).content)
+  opened.client.delete(opened.at, headers=opened.headers)
+  [left] = world.open.get(f'{opened.adapter}/examples', params={'after': first['id']}).content.splitlines()
+  assert json.loads(left)['session'] == other.session['id']
+  for query in ({'limit': 0}, {'limit': 1001}, {'after': 'x'}, {'after': '-1'}):
+    for path in (other.at, f'{opened.adapter}/examples'):
+      assert code(world.open.get(path, params=query)) == (400, 'invalid_request')
+
+
+def test_rehearsals_that_were_not_learned_fill_no_page(world):
+  settings = {'canary_prompts': [HELLO]}
+  adapter = world.open.post(ROOT, json={'name': 'guarded', 'settings': settings}).json()['id']
+  opened = Opened(world, adapter=adapter, rehearse=1, guards={'min_entropy': 50.0})  # Rejects every step.
+  opened.propose(HELLO)
+  opened.decide(0, {'decision': 'approve'})
+  turn = opened.propose(HELLO)
+  assert turn['n'] == 1 and opened.decide(1, DENIAL)['learned']['accepted'] is False
+  answer = world.open.get(f'{opened.adapter}/examples', params={'limit': 1})
+  [line] = answer.content.splitlines()
+  assert json.loads(line)['kind'] == 'denial' and 'next' not in answer.links
 
 
 def test_a_replay_that_was_cut_short_goes_on_where_it_was(world):

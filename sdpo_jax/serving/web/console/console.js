@@ -66,12 +66,13 @@ async function ask(method, path, body, headers = {}) {
   return said;
 }
 
-// Returns all entries of a list, which has pages.
-async function listed(path, name) {
+// Returns all entries of a list, which has pages; shows each page.
+async function listed(path, name, show = () => {}) {
   const found = [];
-  for (let page = { has_more: true }, query = ''; page.has_more; query = `?after=${encodeURIComponent(page.last_id)}`) {
+  for (let page = { has_more: true }, query = ''; page.has_more; query = `?after=${encodeURIComponent(page.next)}`) {
     page = await ask('GET', `${path}${query}`);
     found.push(...page[name]);
+    show(page);
   }
   return found;
 }
@@ -372,9 +373,7 @@ function sessionView(adapter, id, known) {
   }
 
   async function read() {
-    const said = await ask('GET', path);
-    describe(said.session);
-    for (const turn of said.turns) put(turn);
+    for (const turn of await listed(path, 'turns', (page) => describe(page.session))) put(turn);
     update();
   }
 
