@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
+import socket
 import types
 
 import pytest
@@ -110,3 +112,22 @@ def test_who_holds_an_adapter_and_does_not_answer_is_waited_for(replicas):
     replicas.other.service.store.hold('local', mine)
   replicas.one.service.store.leases.give_back(mine)
   assert replicas.other.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]}).json()['version_after']
+
+
+def test_a_holder_that_is_paused_is_waited_for_only_as_long_as_its_leases_live(replicas, monkeypatch):
+  monkeypatch.setattr('sdpo_jax.serving.web.forwarding._LOOK_S', 0.01)
+  mine = made(replicas.one, 'paused')
+  replicas.one.service.store.leases.give_back(mine)
+  with socket.create_server(('127.0.0.1', 0)) as paused, ThreadPoolExecutor() as threads:
+    with replicas.one.service.store.database.writing(full=True) as rows:
+      url = f'http://127.0.0.1:{paused.getsockname()[1]}'
+      rows.execute('INSERT INTO replicas (id, url, expires) VALUES (?, ?, ?)', ('paused', url, 1e12))
+      rows.execute('UPDATE leases SET replica = ? WHERE adapter = ?', ('paused', mine))
+    ask = lambda: replicas.other.http.post(f'{ROOT}/adapters/{mine}/undo', json={'to': 0})  # noqa: E731
+    answer = threads.submit(ask)
+    paused.accept()
+    assert not answer.done()
+    with replicas.one.service.store.database.writing(full=True) as rows:
+      rows.execute("UPDATE replicas SET expires = 0 WHERE id = 'paused'")
+    assert answer.result().json()['error']['code'] == 'held_elsewhere'
+    assert ask().json()['version'] == 1

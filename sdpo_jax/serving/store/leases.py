@@ -154,8 +154,8 @@ class Leases:
       raise HeldElsewhere('')
 
   def lives(self, replica: str) -> bool:
-    """Return whether another replica has renewed its leases."""
-    return bool(self._database.read(f'SELECT 1 FROM replicas WHERE id = ? AND expires > {_NOW}', (replica,)))
+    """Return whether another replica, named by its id or its URL, has renewed its leases."""
+    return bool(self._database.read(f'SELECT 1 FROM replicas WHERE ? IN (id, url) AND expires > {_NOW}', (replica,)))
 
   def unfinished(self) -> list[str]:
     """Return the ids of adapters with a commit or a deletion of which no living replica will know the outcome."""

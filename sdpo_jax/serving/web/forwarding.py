@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 from typing import Any
 
 import httpx2
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import HeldElsewhere
+from sdpo_jax.serving.errors import HeldElsewhere, StorageFailed
 from sdpo_jax.serving.web.admission import GateRequest
 
 MARK = 'x-forwarded-by-replica'  # The header of a forwarded request, which is not forwarded again.
 _CONNECT_S = 2.0  # Seconds until another replica must have accepted a connection.
+_LOOK_S = (
+  1.0  # Seconds between two looks whether it still renews its leases, since a paused one leaves connections open.
+)
 # Headers of one connection, which the next one has of its own.
 _OF_CONNECTION = frozenset('connection content-length expect keep-alive te trailer transfer-encoding upgrade'.split())
 
@@ -24,7 +28,9 @@ _OF_CONNECTION = frozenset('connection content-length expect keep-alive te trail
 class Forwarding:
   """The client of other replicas; for one event loop."""
 
-  def __init__(self) -> None:
+  def __init__(self, lives: Callable[[str], bool]) -> None:
+    """Make a client; `lives`: whether the replica at a URL has renewed its leases, may raise StorageFailed."""
+    self._lives = lives
     self._client: httpx2.AsyncClient | None = None
 
   async def __call__(self, url: str, request: GateRequest, call: Call, scope: Scope, receive: Receive, send: Send):
@@ -93,7 +99,21 @@ class Forwarding:
       )
     try:
       sending = [*kept, *limit, (MARK, '1')]
-      async with self._client.stream(method, url.rstrip('/') + path, headers=sending, content=body) as answer:
-        yield answer
-    except httpx2.HTTPError as error:
+      async with asyncio.timeout(None) as patience:
+        watcher = asyncio.create_task(self._watch(url, patience))
+        try:
+          async with self._client.stream(method, url.rstrip('/') + path, headers=sending, content=body) as answer:
+            yield answer
+        finally:
+          watcher.cancel()
+    except (httpx2.HTTPError, TimeoutError) as error:
       raise HeldElsewhere('') from error
+
+  async def _watch(self, url: str, patience: asyncio.Timeout) -> None:
+    """End the patience with a replica once it lives no more."""
+    lives = True
+    while lives:
+      await asyncio.sleep(_LOOK_S)
+      with contextlib.suppress(StorageFailed):
+        lives = await run_in_threadpool(self._lives, url)
+    patience.reschedule(asyncio.get_running_loop().time())

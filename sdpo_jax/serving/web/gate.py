@@ -169,7 +169,7 @@ class Gate:
     self._reading = Capacity(2 * http.max_requests, shared=shared)  # Bodies that arrive.
     self._bytes = Capacity(int(http.max_bodies_mb * 2**20), shared=shared)  # Of bodies in memory.
     self._endless: set[Call] = set()
-    self._forwarding = Forwarding()
+    self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url))
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)

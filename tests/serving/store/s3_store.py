@@ -108,3 +108,10 @@ class S3:
 
 def _etag(content: bytes | None) -> str:
   return '' if content is None else f'"{hashlib.md5(content).hexdigest()}"'
+
+
+if __name__ == '__main__':  # A server in a process of its own, which prints its address and serves until it is killed.
+  PAGE = 1000
+  with S3() as server:
+    print(server.options['endpoint'], flush=True)
+    threading.Event().wait()
