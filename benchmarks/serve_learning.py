@@ -145,7 +145,7 @@ def groups_of(pair: Sequence[str]) -> dict[str, list[int]]:
   names = instructions()
   return {
     'corrected': [names.index(name) for name in pair],
-    'elsewhere': [index for index, name in enumerate(names) if name not in pair],
+    'post_to_replica': [index for index, name in enumerate(names) if name not in pair],
     'right_before': [index for index, name in enumerate(names) if name not in MISREAD],
   }
 
@@ -420,7 +420,7 @@ def plot(results: dict[str, Any], target: pathlib.Path) -> None:
   """Plot the accuracy after every correction: mean over users, and range from lowest to highest."""
   plt = extras.pyplot()
 
-  titles = {'corrected': 'the two corrected instructions', 'elsewhere': 'the eight others'}
+  titles = {'corrected': 'the two corrected instructions', 'post_to_replica': 'the eight others'}
   figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, constrained_layout=True)
   for axis, (group, title) in zip(axes, titles.items(), strict=True):
     for arm in ARMS:

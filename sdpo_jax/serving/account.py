@@ -64,7 +64,7 @@ class Account:
     """Hold the lock under which an adapter is changed, after checking its version; yields its record.
 
     Raises:
-      HeldElsewhere: another replica of the service changes it.
+      NotHolder: another replica of the service changes it.
     """
     self.service.store.hold(self.owner, id)  # Raises NotFound before a queue is made for an unknown id.
     with self.service.turns.of(id, self.call):

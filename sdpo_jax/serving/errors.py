@@ -137,10 +137,10 @@ class StorageFailed(ServiceError):
   status, code = 503, 'storage_failed'
 
 
-class HeldElsewhere(ServiceError):
+class NotHolder(ServiceError):
   """Another replica holds what the request changes."""
 
-  status, code = 503, 'held_elsewhere'
+  status, code = 503, 'not_holder'
 
   def __init__(self, url: str):
     """Say so; `url`: where that replica is reached, or empty if that is not known."""

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from sdpo_jax.serving.errors import HeldElsewhere
+from sdpo_jax.serving.errors import NotHolder
 from tests.serving import openai_server, service_world
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
 
@@ -103,12 +103,12 @@ def test_who_holds_an_adapter_and_does_not_answer_is_waited_for(replicas):
   try:
     answer = replicas.other.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]})
     assert answer.status_code == 503 and answer.headers['retry-after'] == '1'
-    assert answer.json()['error']['code'] == 'held_elsewhere' and '127' not in answer.text
+    assert answer.json()['error']['code'] == 'not_holder' and '127' not in answer.text
     assert json.loads(answer.text)
   finally:
     with replicas.one.service.store.database.writing(full=True) as rows:
       rows.execute('UPDATE replicas SET url = ? WHERE id = ?', (replicas.one.url, replica))
-  with pytest.raises(HeldElsewhere):
+  with pytest.raises(NotHolder):
     replicas.other.service.store.hold('local', mine)
   replicas.one.service.store.leases.give_back(mine)
   assert replicas.other.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]}).json()['version_after']
@@ -129,5 +129,5 @@ def test_a_holder_that_is_paused_is_waited_for_only_as_long_as_its_leases_live(r
     assert not answer.done()
     with replicas.one.service.store.database.writing(full=True) as rows:
       rows.execute("UPDATE replicas SET expires = 0 WHERE id = 'paused'")
-    assert answer.result().json()['error']['code'] == 'held_elsewhere'
+    assert answer.result().json()['error']['code'] == 'not_holder'
     assert ask().json()['version'] == 1

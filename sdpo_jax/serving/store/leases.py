@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 
-from sdpo_jax.serving.errors import HeldElsewhere, StorageFailed
+from sdpo_jax.serving.errors import NotHolder, StorageFailed
 from sdpo_jax.serving.store.connections import Rows
 from sdpo_jax.serving.store.database import Database, put
 
@@ -94,7 +94,7 @@ class Leases:
     """Take a lease, which `confirm` makes usable, and return its epoch.
 
     Raises:
-      HeldElsewhere: a living replica has it.
+      NotHolder: a living replica has it.
     """
     with self._lock:
       self._renew()
@@ -108,7 +108,7 @@ class Leases:
         if holder == self.replica:
           return before
         if url is not None:
-          raise HeldElsewhere(url)
+          raise NotHolder(url)
         # At least the time, since epochs in HEAD outlive a database that was lost.
         [(epoch,)] = rows.execute(
           f'INSERT INTO leases (adapter, replica, epoch) VALUES (?, ?, ({_NOW} * 1e6)::bigint) '
@@ -124,7 +124,7 @@ class Leases:
     while not self._database.read('SELECT 1 FROM meta'):
       try:
         self.take(_FILLING)
-      except HeldElsewhere:
+      except NotHolder:
         time.sleep(LIFETIME / 20)
         continue
       yield
@@ -148,10 +148,10 @@ class Leases:
       rows.execute("UPDATE leases SET replica = '' WHERE adapter = ? AND replica = ?", (key, self.replica))
 
   def check(self, rows: Rows, key: str) -> None:
-    """Raise HeldElsewhere if another replica has taken a lease over; until the transaction ends, none can."""
+    """Raise NotHolder if another replica has taken a lease over; until the transaction ends, none can."""
     query = 'SELECT 1 FROM leases WHERE adapter = ? AND replica = ? FOR SHARE'
     if not rows.execute(query, (key, self.replica)).fetchall():
-      raise HeldElsewhere('')
+      raise NotHolder('')
 
   def lives(self, replica: str) -> bool:
     """Return whether another replica, named by its id or its URL, has renewed its leases."""

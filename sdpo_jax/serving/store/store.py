@@ -28,11 +28,11 @@ from sdpo_jax.models import file_lock
 from sdpo_jax.serving.errors import (
   Damaged,
   Gone,
-  HeldElsewhere,
   InFlight,
   InvalidRequest,
   NameTaken,
   NotFound,
+  NotHolder,
   ServiceError,
   StorageFailed,
   Unprocessable,
@@ -513,7 +513,7 @@ class Store:
       if (
         keep and adapter.head - 2 * keep > known.head.kept_from
       ):  # `retain` is too rare for one that learns all the time.
-        with contextlib.suppress(VersionConflict, Damaged, HeldElsewhere), self._alone(id):
+        with contextlib.suppress(VersionConflict, Damaged, NotHolder), self._alone(id):
           self._shrink(adapter, -math.inf)
     except (NotFound, FileNotFoundError):  # The adapter or the version was removed.
       pass
@@ -535,7 +535,7 @@ class Store:
     now = self.clock() if now is None else now
     removed, failed = 0, None
     for id in list(self._doubtful):
-      with contextlib.suppress(Damaged, HeldElsewhere), self._alone(id):
+      with contextlib.suppress(Damaged, NotHolder), self._alone(id):
         self._settle(id)
     if self.leases is not None:
       self._adopt()
@@ -549,7 +549,7 @@ class Store:
       try:
         with self._visiting(adapter.id):
           removed += self._shrink(adapter, idle)
-      except (NotFound, VersionConflict, Damaged, HeldElsewhere):  # It was deleted, changed meanwhile, or is damaged.
+      except (NotFound, VersionConflict, Damaged, NotHolder):  # It was deleted, changed meanwhile, or is damaged.
         continue
       except StorageFailed as error:  # The others first.
         failed = error
@@ -684,8 +684,8 @@ class Store:
         self.database.put_head(rows, head, versions.tag_of(content))
         if request is not None:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
-    except (StorageFailed, HeldElsewhere) as error:
-      if tagged is None and isinstance(error, HeldElsewhere):  # Whoever has it now has taken it for unfinished.
+    except (StorageFailed, NotHolder) as error:
+      if tagged is None and isinstance(error, NotHolder):  # Whoever has it now has taken it for unfinished.
         raise
       # HEAD has moved, so the version exists. The database follows when it can be written again.
       _logger.warning(
@@ -725,7 +725,7 @@ class Store:
         raise store_recovery.no_head(self.blobs, folder)
     head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
     if head.epoch > self._epoch(id):
-      raise HeldElsewhere('')
+      raise NotHolder('')
     if head.adapter.head != expected:
       raise _conflict(head.adapter)
     return head, tagged
@@ -755,7 +755,7 @@ class Store:
       try:
         with self._alone(id):
           self._settle(id)
-      except HeldElsewhere:  # By a replica that has settled it.
+      except NotHolder:  # By a replica that has settled it.
         with self._lock:
           self._doubtful.pop(id, None)
     known = self.database.known(id)
@@ -796,7 +796,7 @@ class Store:
 
     Raises:
       StorageFailed: the store was closed, or there is no way to know who has the lease.
-      HeldElsewhere: another replica has it.
+      NotHolder: another replica has it.
     """
     with self._lock:
       if self._closed:
@@ -818,13 +818,13 @@ class Store:
   # Replicas.
 
   def hold(self, owner: str, id: str) -> None:
-    """Make this replica the one that changes an adapter; raises HeldElsewhere if another one is, or as `adapter`."""
+    """Make this replica the one that changes an adapter; raises NotHolder if another one is, or as `adapter`."""
     self._known(owner, id)
     with self._alone(id):
       pass
 
   def hold_owner(self, owner: str) -> None:
-    """Make this replica the one that creates adapters of an owner; raises HeldElsewhere if another one is."""
+    """Make this replica the one that creates adapters of an owner; raises NotHolder if another one is."""
     key = versions.adapter_folder(owner, '')
     if self.leases is None or self.leases.epoch(key) is not None:
       return
@@ -835,7 +835,7 @@ class Store:
   def _adopt(self) -> None:
     """Put right what replicas that live no more have left unfinished."""
     for id in self.leases.unfinished():
-      with contextlib.suppress(NotFound, Damaged, HeldElsewhere), self._visiting(id):
+      with contextlib.suppress(NotFound, Damaged, NotHolder), self._visiting(id):
         pass
 
   @contextlib.contextmanager

@@ -97,7 +97,7 @@ class Incoming:
   last_event: int | None  # The header Last-Event-ID.
   metrics: Metrics
   # Posts to another replica in the name of the client, see `Forwarding.post`.
-  elsewhere: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, Any]]
+  post_to_replica: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, Any]]
 
   def number(self, name: str) -> int | None:
     """Return an integer parameter of the query; None: it is absent.
@@ -198,6 +198,6 @@ def incoming(request: Request, body: Any) -> Incoming:
     expected=expected,
     idempotency=state.idempotency,
     metrics=state.metrics,
-    elsewhere=state.elsewhere,
+    post_to_replica=state.post_to_replica,
     last_event=int(last) if last is not None and last.isascii() and last.isdecimal() and len(last) < 19 else None,
   )

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import HeldElsewhere, StorageFailed
+from sdpo_jax.serving.errors import NotHolder, StorageFailed
 from sdpo_jax.serving.web.admission import GateRequest
 
 MARK = 'x-forwarded-by-replica'  # The header of a forwarded request, which is not forwarded again.
@@ -37,7 +37,7 @@ class Forwarding:
     """Answer a request, as an ASGI application, with what the replica at `url` answers.
 
     Raises:
-      HeldElsewhere: that replica does not answer.
+      NotHolder: that replica does not answer.
       ServiceError: the request has ended.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
@@ -107,7 +107,7 @@ class Forwarding:
         finally:
           watcher.cancel()
     except (httpx2.HTTPError, TimeoutError) as error:
-      raise HeldElsewhere('') from error
+      raise NotHolder('') from error
 
   async def _watch(self, url: str, patience: asyncio.Timeout) -> None:
     """End the patience with a replica once it lives no more."""

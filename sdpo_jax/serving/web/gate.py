@@ -36,9 +36,9 @@ from sdpo_jax.serving.capacity import Capacity
 from sdpo_jax.serving.errors import (
   Busy,
   Deadline,
-  HeldElsewhere,
   InvalidRequest,
   NotFound,
+  NotHolder,
   NotReady,
   ServiceError,
   Unauthorized,
@@ -270,7 +270,7 @@ class Gate:
         'metrics': self._metrics,
         'request_id': request.id,
         'idempotency': None,
-        'elsewhere': functools.partial(self._forwarding.post, asyncio.get_running_loop(), request, call),
+        'post_to_replica': functools.partial(self._forwarding.post, asyncio.get_running_loop(), request, call),
       }
       if operation.token:  # Before a stored response is returned.
         token = request.header('x-session-token')
@@ -337,7 +337,7 @@ class Gate:
     """Run the handler, and if another replica holds what the request changes, let that one answer it."""
     try:
       await self._handle(self._app, scope, receive, answer, request, account, idempotent, endless)
-    except HeldElsewhere as error:
+    except NotHolder as error:
       if not error.url or answer.status or MARK in request.headers:
         raise
       account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.

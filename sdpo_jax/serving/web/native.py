@@ -18,7 +18,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import records
-from sdpo_jax.serving.errors import Gone, HeldElsewhere, InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotHolder, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
@@ -263,20 +263,20 @@ def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) ->
   """Return the results of entries of a batch, by their numbers; other replicas learn what they hold."""
   results = dict(zip(entries, feedbacks.run_batch(asked.account, list(entries.values())), strict=True))
   for number, done in results.items():
-    if isinstance(done, HeldElsewhere) and done.url:
-      results[number] = _learned_elsewhere(asked, done.url, number, entries[number])
+    if isinstance(done, NotHolder) and done.url:
+      results[number] = _learned_by_holder(asked, done.url, number, entries[number])
     elif not isinstance(done, Exception):
       asked.metrics.feedback(outcome(done))
   return results
 
 
-def _learned_elsewhere(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
+def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
   """Let another replica learn from an entry of a batch; return its result or its error."""
   body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
   more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
   if entry.idempotency is not None:
     more['idempotency-key'] = hashlib.sha256(entry.idempotency.id.key.encode()).hexdigest()
-  status, said = asked.elsewhere(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
+  status, said = asked.post_to_replica(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
   if status == 200:
     return said
   failed = ServiceError(said['error']['message'], field=said['error'].get('field'))

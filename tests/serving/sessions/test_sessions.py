@@ -822,7 +822,7 @@ def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were
   assert ada.version(other.id, 1).details['replayed']['session'] == where[1]
 
 
-def test_what_was_undone_is_marked_and_not_learned_elsewhere(ada, script, service):
+def test_what_was_undone_is_marked_and_not_learned_by_holder(ada, script, service):
   adapter, _ = where = opened(ada, rehearse=1)
   proposed(ada, script, where, called(READ))
   Sessions(ada).decide(*where, 0, APPROVE)

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving.errors import HeldElsewhere, InFlight, NameTaken, NotFound, StorageFailed
+from sdpo_jax.serving.errors import InFlight, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
@@ -67,10 +67,10 @@ def test_one_replica_changes_an_adapter_and_all_read_it(replicas):
   second = step(one, adapter, 0)
   assert other.versions('ada', adapter.id) == [first, second] and other.count('ada') == 1
   assert_same(other.arrays(second), arrays(1))
-  with pytest.raises(HeldElsewhere) as caught:
+  with pytest.raises(NotHolder) as caught:
     step(other, adapter, 1)
   assert caught.value.url == 'http://one'
-  with pytest.raises(HeldElsewhere):
+  with pytest.raises(NotHolder):
     other.create('ada', 'another', {}, arrays(0))  # By whom the owner's names are given.
   mine, _ = other.create('bob', 'his', {}, arrays(0))
   epoch = head_of(one, adapter).epoch
@@ -93,14 +93,14 @@ def test_a_slow_holder_is_refused_by_the_epoch_in_head(replicas):
   new = replicas.start('new')
   new.hold('ada', adapter.id)
   files = len(list(new.blobs.list()))
-  with pytest.raises(HeldElsewhere):  # Before the new holder has changed anything.
+  with pytest.raises(NotHolder):  # Before the new holder has changed anything.
     step(slow, adapter, 1)
   assert len(list(new.blobs.list())) == files and new.adapter('ada', adapter.id).head == 1
   assert slow.versions('ada', adapter.id) == new.versions('ada', adapter.id)
   step(new, adapter, 1)
-  with pytest.raises(HeldElsewhere):
+  with pytest.raises(NotHolder):
     slow.change_settings('ada', adapter.id, 2, {'x': 1})
-  with pytest.raises(HeldElsewhere):
+  with pytest.raises(NotHolder):
     slow.delete('ada', adapter.id)
   assert slow.adapter('ada', adapter.id).head == 2
   slow.leases.valid_until = 0.0
@@ -121,7 +121,7 @@ def test_a_slow_creation_cannot_take_a_name_that_was_given_meanwhile(replicas, m
     real(blobs, key, content, expected)
 
   monkeypatch.setattr(RemoteBlobs, 'swap', paused)
-  with pytest.raises(HeldElsewhere):
+  with pytest.raises(NotHolder):
     slow.create('ada', 'mine', {}, arrays(0))
   [only] = new.adapters('ada')
   assert_same(new.arrays(new.version('ada', only.id, 0)), arrays(1))

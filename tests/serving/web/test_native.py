@@ -517,6 +517,7 @@ def test_events_tell_what_happened_and_read_on(world):
     idempotency=None,
     last_event=known[3].id,
     metrics=None,
+    post_to_replica=None,
   )
   stream = native.event_stream(asked)
   said = [next(stream) for _ in range(3)]

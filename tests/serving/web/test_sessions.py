@@ -289,6 +289,7 @@ def test_of_a_stream_that_nobody_reads_to_the_end_no_turn_is_left(world, ends):
     idempotency=None,
     last_event=None,
     metrics=None,
+    post_to_replica=None,
   )
   stream = session_routes.streamed(session_routes.propose, asked)
   assert next(stream).event == 'draft'
