@@ -1,14 +1,14 @@
 """The thread that owns the engine: it takes requests from all threads, and interleaves learning with sampling.
 
-Every request ends exactly once, with a result or an error. Between two chunks of decoded tokens the thread runs at most
-one batch of learning, from the feedback on several versions, or of scoring, of rows of one version. Reader threads load
-the versions that the engine does not have.
+Every request ends exactly once, with a result or an error. Between two chunks of decoded tokens the thread runs a few
+micro-batches: a piece of learning, from the feedback on several versions, or a batch of scoring, of one version's rows.
+Reader threads load the versions that the engine does not have.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 import concurrent.futures
 import gc
 import logging
@@ -42,7 +42,8 @@ from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
-_BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_BATCHES = 4  # The most micro-batches between two chunks of tokens.
+_PASSES = 3  # Through the model, which a micro-batch of learning takes at least: before, in and after a step.
 _RECENT = 10.0  # Seconds after which a payer without new work is not reckoned with.
 _FILLS = 8  # How often a version fills its share of the rows before it lets others have its place.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
@@ -102,6 +103,8 @@ class Worker:
     self._room = 0.0  # The bytes of versions and optimizer states that may be in memory.
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
+    # The jobs of the batch that learns, and what is left to do of it; None: none does.
+    self._learning: tuple[list[LearnJob], Generator[float, None, list[Learned]]] | None = None
     # By the names of versions and optimizer states:
     self._loading: dict[str, Future[Arrays]] = {}
     self._pinned: set[str] = set()  # Those that waiting requests need.
@@ -434,7 +437,7 @@ class Worker:
 
   def _fetch(self, engine: Engine) -> None:
     """Start loading the versions that waiting requests need, in turns, but no more than memory has room for."""
-    pinned: set[str] = set()
+    pinned = {version for job in self._learners for version in job.needs}
     for job in fair_order(self._waiting, self._shares):
       if not job.needs or (pinned and sum(map(engine.bytes_of, pinned | job.needs)) > self._room):
         continue
@@ -482,11 +485,16 @@ class Worker:
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
     jobs = fair_order(runnable(self._waiting, engine), self._shares)
-    moved = False
+    moved, learners = False, self._learners
     for job in jobs:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
-    first = next((job for job in jobs if isinstance(job, (LearnJob, ScoreJob))), None)
+    if learners and all(job.ended for job in learners):
+      self._stop_learning()
+      learners = []
+    # Who wants to learn waits for the end of the batch that does.
+    kinds = ScoreJob if learners else (LearnJob, ScoreJob)
+    first = next((job for job in jobs if isinstance(job, kinds) or job in learners), None)
     if first is not None or self._several():
       engine.tell()  # Completions need not wait for the batch, nor those of one payer for the next turn of all.
     if isinstance(first, LearnJob):
@@ -505,19 +513,41 @@ class Worker:
     """Return the most rows of a batch: those of one micro-batch while several payers wait for its end."""
     return engine.settings.training_rows * (1 if self._several() else _BATCHES)
 
+  @property
+  def _learners(self) -> list[LearnJob]:
+    return self._learning[0] if self._learning is not None else []
+
+  def _stop_learning(self) -> None:
+    """Discard what was learned of a batch; nothing has changed."""
+    if self._learning is not None:
+      self._learning[1].close()
+      self._learning = None
+
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
-    settings = engine.settings
-    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
-    wanted = [job for job in batch if self._claimed(job)]
-    if not wanted:
-      return
+    """Go on with the batch that learns, or begin one."""
+    if self._learning is None:
+      settings, rows = engine.settings, self._most_rows(engine)
+      batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
+      # Until it is stored, a version may be cancelled.
+      pieces = engine.learn_in_pieces([job.feedback for job in batch], lambda index, _: self._claimed(batch[index]))
+      self._learning = batch, pieces
+      self._pinned |= {version for job in batch for version in job.needs}
+    batch, pieces = self._learning
     try:
-      found = engine.learn([job.feedback for job in wanted])
-    except Exception as error:
-      self._alone_or_refused(engine, wanted, error)
+      for _ in range(_PASSES * (1 if self._several() else _BATCHES)):
+        share = next(pieces)
+        for job in batch:
+          self._shares.charge(job.payer, share * job.work)
       return
-    for job, learned in zip(wanted, found, strict=True):
-      self._shares.charge(job.payer, job.work)
+    except StopIteration as done:
+      self._learning, found = None, done.value
+    except Exception as error:
+      self._learning = None
+      self._alone_or_refused(engine, batch, error)
+      return
+    for job, learned in zip(batch, found, strict=True):
+      if not self._claimed(job):
+        continue
       if learned.stepped:
         self._own |= {job.feedback.new, optimizer_name(job.feedback.new)}
       self._touch(job)
@@ -539,6 +569,9 @@ class Worker:
     try:
       found = engine.score(wanted[0][0].version, rows, topk=topk, ids=ids)
     except Exception as error:
+      if isinstance(error, NoPlaceError) and self._learning is not None:  # Teachers of the batch have all places.
+        self._learn(engine, jobs)
+        return
       self._alone_or_refused(engine, [job for job, _ in wanted], error)
       return
     for job, count in wanted:
@@ -571,13 +604,15 @@ class Worker:
     return True
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
-    """Return whether a job that is about to run was not cancelled; otherwise remove it."""
+    """Return whether a job has not ended, and can no longer be cancelled; one that was cancelled is removed."""
+    if job.ended is not None:
+      return False
     job.claimed = job.claimed or job.future.set_running_or_notify_cancel()
     if not job.claimed:
+      job.ended = 'cancelled'
       self._waiting.remove(job)
-      self._ended(job, 'cancelled')
-      return False
-    return True
+      self._ended(job, job.ended)
+    return job.claimed
 
   def _alone_or_refused(self, engine: Engine, jobs: Sequence[LearnJob | ScoreJob], error: Exception) -> None:
     """After a batch has failed, let each of its jobs run alone; fail a job that was alone."""
@@ -664,6 +699,7 @@ class Worker:
       self._counts['restarts'] += 1
     self.failure = _plain(error)
     self.ready.clear()
+    self._stop_learning()
     left = [*self._waiting, *self._drawing]
     forgets = [job for job in left if isinstance(job, ForgetJob)]
     for job in left:
@@ -689,6 +725,7 @@ class Worker:
       left = [*self._waiting, *self._inbox]
       self._inbox.clear()
     self.ready.clear()
+    self._stop_learning()
     self._engine = None
     for job in left:
       if isinstance(job, ForgetJob):  # The version is gone with the engine.

@@ -14,7 +14,7 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned
-from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning.requests import Lesson, UpdateOptions
 from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.rollout.resident import CancelledError
@@ -31,6 +31,7 @@ SETTINGS = EngineSettings(
   (8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, kept_prefixes=0, memory_bytes=800
 )
 LONG = 10.0  # Seconds that no test takes.
+ADA, BOB = Payer('ada'), Payer('bob')
 
 
 @pytest.fixture(scope='module')
@@ -143,12 +144,17 @@ class Stand:
       found.append(Scored(said, said, wide, wide, None if ids is None else ids[at]))
     return found
 
-  def learn(self, feedback):
+  def learn_in_pieces(self, feedback, keep):
     self._called('learn', *[each.new for each in feedback])
     if any(not each.lessons for each in feedback):
       raise UserError('There is nothing to learn from.')
-    for each in feedback:
-      self.versions[each.new] = {'of': each.version}
+    steps = max(each.update.steps for each in feedback)
+    for _ in range(steps if steps > 1 else 0):  # A piece for each of several steps, unlike an engine.
+      self._called('piece')
+      yield 1 / steps
+    for index, each in enumerate(feedback):
+      if keep(index, None):
+        self.versions[each.new] = {'of': each.version}
     return [Learned([], [{'stepped': True, 'grad_norm': 1.0}]) for _ in feedback]
 
 
@@ -294,6 +300,52 @@ def test_feedback_and_samples_take_turns(made):
   assert len(asked[-1].result()) == 11
 
 
+def test_samples_go_on_while_a_long_feedback_is_learned(made):
+  """A payer's long feedback is learned in pieces, between which another one's tokens are drawn."""
+  for version in ('own', 'other'):
+    put(made.worker, version, {})
+  gates = held(made, 'piece')
+  learned = made.worker.learn(lessons('own', update=UpdateOptions(steps=60)), payer=ADA)
+  until(lambda: made.log[-1] == ('piece',))
+  handles = [made.worker.sample(version, [1], max_tokens=3, payer=BOB) for version in ('own', 'other')]
+  gates['piece'].set()
+  assert [handle.result()[0].text for handle in handles] == ['own', 'other'] and learned.result(LONG).stepped
+  last = max(at for at, each in enumerate(made.log) if each == ('turn',))
+  assert made.log[last:].count(('piece',)) > 10
+  kinds = [each[0] for each in made.log if each[0] in ('piece', 'turn')]
+  assert 'piece piece piece turn piece piece piece turn' in ' '.join(kinds)
+
+
+@pytest.mark.parametrize('end', ['cancelled', 'late', 'failed', 'stopped'])
+def test_a_feedback_that_ends_while_it_is_learned_changes_nothing(made, end):
+  put(made.worker, 'own', {})
+  gates = held(made, 'piece')
+  learned = made.worker.learn(lessons('own', update=UpdateOptions(steps=1000)), deadline=5.0)
+  until(lambda: made.log[-1] == ('piece',))
+  with pytest.raises(UserError):
+    made.engine.arrays('own+')
+  if end == 'cancelled':
+    assert learned.cancel()
+  elif end == 'late':
+    made.now = 6.0
+  elif end == 'failed':
+    made.engine.broken['piece'] = 3
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    if end == 'stopped':
+      ended = threads.submit(made.worker.stop, 0.0)
+      until(lambda: refuses(made.worker))
+    gates['piece'].set()
+    if end == 'stopped':
+      ended.result(LONG)
+  errors = {'cancelled': concurrent.futures.CancelledError, 'late': Deadline, 'failed': ServiceError}
+  with pytest.raises(errors.get(end, NotReady)):
+    learned.result(LONG)
+  until(lambda: made.worker.stats['unfinished'] == 0)
+  assert 'own+' not in made.engine.versions and made.log.count(('piece',)) < 100
+  if end != 'stopped':  # The version can learn from the next one.
+    assert made.worker.learn(lessons('own')).result(LONG).stepped and 'own+' in made.engine.versions
+
+
 def test_what_waits_together_is_done_together(made):
   for version in range(4):
     put(made.worker, f'own{version}', {})
@@ -370,9 +422,6 @@ def test_a_version_is_loaded_only_when_rows_would_be_empty(made):
   for handle in (*running, *later):
     handle.result()
   assert [each[1] for each in made.log if each[0] == 'submit'] == ['1@0', '1@0', '1@0', BASE, '2@0']
-
-
-ADA, BOB = Payer('ada'), Payer('bob')
 
 
 def test_learning_and_scoring_go_to_payers_in_turns_in_small_batches(made):
