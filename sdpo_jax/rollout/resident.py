@@ -129,6 +129,7 @@ class Resident:
     self._base = base
     self._slots = sampler.open_slots(sampler.prepare(base, trainable), FairQueue, stop_ids, kept_prefixes)
     self._queue: FairQueue = self._slots.queue
+    self.shares = self._queue.shares  # What was done for payers; the one who has had least gets the next slots.
     self.stats = self._slots.stats  # Counts over all requests.
     self._lock = threading.Lock()
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.

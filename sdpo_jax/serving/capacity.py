@@ -78,7 +78,7 @@ class FairSemaphore:
     payer, turn = call.payer, threading.Event()
     with self._lock:
       if payer not in self._waiting:
-        self._shares.enter(payer, self._waiting.keys())
+        self._shares.enter(payer)
         self._waiting[payer] = collections.deque()
       self._waiting[payer].append(turn)
       self._hand_out()
@@ -108,3 +108,4 @@ class FairSemaphore:
     self._waiting[payer].remove(turn)
     if not self._waiting[payer]:
       del self._waiting[payer]
+      self._shares.leave(payer)

@@ -186,6 +186,7 @@ class Engine:
     self._resident = Resident(
       sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids, kept_prefixes=settings.kept_prefixes
     )
+    self.shares = self._resident.shares  # What was sampled for payers, and whatever the caller charges to them.
     self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
     self._sampling: list[tuple[Handle, str]] = []
     self._loaded = False  # Whether versions were put into places since the last turn.

@@ -90,7 +90,7 @@ class Worker:
     self._lock, self._wake = threading.Lock(), threading.Event()
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
     self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
-    self._shares = Shares()  # Learning and scoring done for each payer.
+    self._shares = Shares()  # Work done for each payer, of the engine: samples, scores and learning.
     self._seen: dict[Payer, float] = {}  # When payers last had new work.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
@@ -324,7 +324,7 @@ class Worker:
         _logger.exception('The engine could not be started.')
         self._close(f'There is no engine: {first_line(error)}', _plain(error))
         return
-      self._engine, self.failure = engine, None
+      self._engine, self._shares, self.failure = engine, engine.shares, None
       least = sum(engine.bytes_of(name) for name in ('', optimizer_name('')))
       self._room = max(_LEAST_VERSIONS * least, _SHARE * engine.settings.memory_bytes)
       self._own, self._rescued = set(self._rescued), {}
@@ -389,12 +389,10 @@ class Worker:
       if version in self._own:
         self._own.remove(version)
         self._kept[version] = None
-    payers = {job.payer for job in self._waiting} if self._inbox else set()
     while self._inbox:
       job = self._inbox.popleft()
-      if job.payer not in payers:
-        self._shares.enter(job.payer, payers)
-        payers.add(job.payer)
+      if not isinstance(job, ForgetJob):
+        self._shares.enter(job.payer)
       self._seen[job.payer] = job.began
       self._waiting.append(job)
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
@@ -684,6 +682,7 @@ class Worker:
   def _ended(self, job: Job, count: str) -> None:
     """Count a request that has ended, and update the pace."""
     now = self._clock()
+    self._shares.leave(job.payer)
     with self._lock:
       self._counts[count] += 1
       self._places.let_go(job.payer.id)

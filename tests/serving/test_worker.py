@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned
 from sdpo_jax.learning.requests import Lesson, UpdateOptions
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.rollout.fair_queue import Payer
+from sdpo_jax.rollout.fair_queue import Payer, Shares
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.slots import Slots
@@ -46,6 +46,7 @@ class Stand:
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()
+    self.shares = Shares()
     self.begun = collections.Counter()  # Samples of a version since it got its place.
     self.broken = collections.Counter()  # Calls of a method until it fails; negative: it fails from then on.
     self.gates = {}  # Events that a method waits for.
@@ -437,6 +438,36 @@ def test_learning_and_scoring_go_to_payers_in_turns_in_small_batches(made):
   assert len(concurrent.futures.wait([first, *learned], LONG).done) == 8
   batches = [each[1:] for each in made.log if each[0] == 'learn']
   assert batches == [('own0+', 'own5+'), ('own1+', 'own6+'), ('own2+', 'own3+'), ('own4+',)]
+
+
+def test_sampling_and_learning_are_paid_from_one_account(made):
+  """Ada has learned, and Bob has drawn less: his version gets the place that is free next, though she came first.
+
+  What a payer has drawn counts as much when both want to learn.
+  """
+  for version in '1234':
+    put(made.worker, version, {})
+  gates = held(made, 'turn')
+  busy = [made.worker.sample(version, [1], max_tokens=2) for version in '12']
+  until(lambda: made.log[-1] == ('turn',))
+  waiting = [made.worker.sample(version, [1], max_tokens=1, payer=payer) for version, payer in (('3', ADA), ('4', BOB))]
+  until(lambda: len(queued(made.worker)) == 2)
+  made.engine.shares.charge(ADA, 1000)
+  gates['turn'].set()
+  for handle in (*busy, *waiting):
+    handle.result()
+  assert [each[1] for each in made.log if each[0] == 'submit'] == ['1', '2', '4', '3']
+  gates = held(made, 'score', 'turn')
+  made.worker.score(BASE, [([1], [2])])
+  until(lambda: made.log[-1][0] == 'score')
+  made.worker.sample(BASE, [1], max_tokens=1)
+  learned = [made.worker.learn(lessons(version, count=2), payer=payer) for version, payer in (('3', ADA), ('4', BOB))]
+  gates['score'].set()
+  until(lambda: made.log[-1] == ('turn',))
+  made.engine.shares.charge(ADA, 1000)  # What she has drawn.
+  gates['turn'].set()
+  assert len(concurrent.futures.wait(learned, LONG).done) == 2
+  assert [each[1] for each in made.log if each[0] == 'learn'] == ['4+', '3+']
 
 
 def test_one_payer_is_served_in_order_and_in_large_batches(made):
