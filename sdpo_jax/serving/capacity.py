@@ -1,4 +1,4 @@
-"""Capacity that keys share: places of which each key always finds some, and permits that keys get in turns.
+"""Capacity that keys share: places of which each key always finds some, and permits and locks that keys get in turns.
 
 A key may only take a place while it has fewer than are free, as in a switch buffer with dynamic thresholds (Choudhury
 and Hahne, 1998). One key alone gets half of the places, two get a third each, and there is room for one that has none.
@@ -7,7 +7,8 @@ and Hahne, 1998). One key alone gets half of the places, two get a third each, a
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+import concurrent.futures
 import contextlib
 import threading
 
@@ -59,23 +60,24 @@ class Capacity:
 class FairSemaphore:
   """A number of permits for which requests wait; payers get them in turns. Any thread may call."""
 
-  def __init__(self, permits: int, *, shared: bool = False):
-    """Make a semaphore with all permits free; `shared` as for `Capacity`."""
+  def __init__(self, permits: int, *, shared: bool = False, others: str = 'requests'):
+    """Make a semaphore with all permits free; `shared` as for `Capacity`, `others` are what one waits for."""
     self._permits, self._lock, self._shares = Capacity(permits, shared=shared), threading.Lock(), Shares()
-    self._waiting: dict[Payer, collections.deque[threading.Event]] = {}
+    self._waiting: dict[Payer, collections.deque[concurrent.futures.Future]] = {}
+    self._others = others
 
   @contextlib.contextmanager
   def of(self, call: Call) -> Iterator[None]:
     """Hold a permit during the block.
 
     Args:
-      call: the request that waits, until its deadline.
+      call: the request that waits, until its deadline or until its client has left.
 
     Raises:
       Deadline: the deadline of the request has passed.
       Cancelled: the client has disconnected.
     """
-    payer, turn = call.payer, threading.Event()
+    payer, turn = call.payer, concurrent.futures.Future()
     with self._lock:
       if payer not in self._waiting:
         self._shares.enter(payer)
@@ -83,15 +85,19 @@ class FairSemaphore:
       self._waiting[payer].append(turn)
       self._hand_out()
     try:
-      if not turn.wait(call.left):
-        raise Deadline('Other feedbacks took all the time of this request: retry, or allow it more time.')
+      try:
+        call.result(turn, call.left)
+      except TimeoutError:
+        raise Deadline(
+          f'Other {self._others} took all the time of this request: retry, or allow it more time.'
+        ) from None
       call.check()
       yield
     finally:
       with self._lock:
-        if turn.is_set():
+        if turn.done() and not turn.cancelled():
           self._permits.let_go(payer.id)
-        else:
+        elif turn in self._waiting.get(payer, ()):
           self._drop(payer, turn)
         self._hand_out()
 
@@ -100,12 +106,45 @@ class FairSemaphore:
       payer = self._shares.first(able)
       turn = self._waiting[payer][0]
       self._drop(payer, turn)
-      self._shares.charge(payer, 1)
-      self._permits.take(payer.id)
-      turn.set()
+      if turn.set_running_or_notify_cancel():  # Otherwise its client has left.
+        self._shares.charge(payer, 1)
+        self._permits.take(payer.id)
+        turn.set_result(None)
 
-  def _drop(self, payer: Payer, turn: threading.Event) -> None:
+  def _drop(self, payer: Payer, turn: concurrent.futures.Future) -> None:
     self._waiting[payer].remove(turn)
     if not self._waiting[payer]:
       del self._waiting[payer]
       self._shares.leave(payer)
+
+
+class Turns:
+  """Locks by key: changes of one thing wait for each other.
+
+  A key takes no memory while nobody holds or waits for its lock.
+  """
+
+  def __init__(self):
+    """Make locks, all free."""
+    self._lock, self._wanted = threading.Lock(), collections.Counter[Hashable]()  # By key: who holds it or waits.
+    self._locks: dict[Hashable, FairSemaphore] = {}
+
+  def __len__(self) -> int:
+    """Return the number of locks that are held."""
+    with self._lock:
+      return len(self._locks)
+
+  @contextlib.contextmanager
+  def of(self, thing: Hashable, call: Call) -> Iterator[None]:
+    """Hold the lock of a key, such as the id of an adapter, during the block; see `FairSemaphore.of`."""
+    with self._lock:
+      own = self._locks.setdefault(thing, FairSemaphore(1, others='changes'))
+      self._wanted[thing] += 1
+    try:
+      with own.of(call):
+        yield
+    finally:
+      with self._lock:
+        self._wanted[thing] -= 1
+        if not self._wanted[thing]:
+          del self._locks[thing], self._wanted[thing]

@@ -24,8 +24,8 @@ from sdpo_jax.models import parameters
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
 from sdpo_jax.serving.allowances import Allowances
-from sdpo_jax.serving.call import Call, Turns
-from sdpo_jax.serving.capacity import FairSemaphore
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import FairSemaphore, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound

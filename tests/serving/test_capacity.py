@@ -1,6 +1,7 @@
 """Places that keys share, and permits that they get in turns."""
 
 import collections
+import functools
 import threading
 
 from hypothesis import given
@@ -9,7 +10,7 @@ import pytest
 
 from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.capacity import Capacity, FairSemaphore
+from sdpo_jax.serving.capacity import Capacity, FairSemaphore, Turns
 from sdpo_jax.serving.errors import Cancelled, Deadline
 
 LONG = 30.0  # Seconds that no test takes.
@@ -76,10 +77,32 @@ def queue_of(semaphore):
   return [turn for turns in semaphore._waiting.values() for turn in turns]  # noqa: SLF001 (Nothing else tells.)
 
 
+@pytest.mark.parametrize('waits_for', [FairSemaphore(1).of, functools.partial(Turns().of, 'a')])
+def test_who_leaves_while_waiting_is_woken_and_holds_no_place_in_the_queue(waits_for):
+  gone, told, inside = Call(), [], []
+
+  def wait(call):
+    try:
+      with waits_for(call):
+        inside.append(call)
+    except Cancelled as error:
+      told.append(error)
+
+  threads = [threading.Thread(target=wait, args=(call,)) for call in (gone, Call())]
+  with waits_for(Call()):
+    for thread in threads:
+      thread.start()
+    gone.end()
+    threads[0].join(LONG)
+    assert not threads[0].is_alive() and len(told) == 1  # Though the permit is still taken.
+  threads[1].join(LONG)
+  assert len(inside) == 1 and gone not in inside
+
+
 def test_who_leaves_or_is_late_takes_no_permit():
   semaphore = FairSemaphore(1)
   with semaphore.of(Call()):
-    with pytest.raises(Deadline, match='Other feedbacks'), semaphore.of(Call(deadline=0.0)):
+    with pytest.raises(Deadline, match='Other requests'), semaphore.of(Call(deadline=0.0)):
       pass
     assert not queue_of(semaphore)
   gone = Call()
