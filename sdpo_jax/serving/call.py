@@ -20,10 +20,12 @@ class Call:
 
   deadline: float | None = None  # A time on `clock`; None: there is no deadline.
   # Called with 'sampled', 'scored' or 'learned' and a number of tokens before these are computed, or with 'feedbacks'
-  # and 1; raises Busy if they exceed the allowance. A negative number gives back what was not needed.
+  # and 1; raises Busy if they exceed the allowance. A negative number takes back what was not used.
   spend: Callable[[str, int], None] = lambda kind, amount: None
   payer: Payer = SERVICE  # On whose account its work is done.
   clock: Callable[[], float] = time.monotonic  # Returns seconds.
+  # What is done when the request has been answered or given up, such as taking back what it has not used.
+  closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
   _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
   _ended: ServiceError | None = dataclasses.field(default=None, init=False)
   _listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False)

@@ -523,17 +523,16 @@ class Worker:
 
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     """Go on with the batch that learns, or begin one."""
-    if self._learning is None:
-      settings, rows = engine.settings, self._most_rows(engine)
-      batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=rows)
-      # Until it is stored, a version may be cancelled.
-      pieces = engine.learn_in_pieces([job.feedback for job in batch], lambda index, _: self._claimed(batch[index]))
-      self._learning = batch, pieces
+    settings, batch = engine.settings, self._learners
+    if not batch:
+      batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
       self._pinned |= {version for job in batch for version in job.needs}
-    batch, pieces = self._learning
     try:
+      if self._learning is None:  # Until it is stored, a version may be cancelled.
+        of, kept = [job.feedback for job in batch], lambda index, _: self._claimed(batch[index])
+        self._learning = batch, engine.learn_in_pieces(of, kept)
       for _ in range(_PASSES * (1 if self._several() else _BATCHES)):
-        share = next(pieces)
+        share = next(self._learning[1])
         for job in batch:
           self._shares.charge(job.payer, share * job.work)
       return

@@ -162,7 +162,7 @@ class Stand:
 class Drawing:
   def __init__(self, version, turns):
     self.version, self.turns, self.cancelled = version, turns, False
-    self.left = 1  # Samples.
+    self.left, self.drawn = 1, 0  # Samples, and tokens of them.
     self._future = concurrent.futures.Future()
 
   def end(self, error):
@@ -682,6 +682,20 @@ def test_a_failure_of_the_engine_is_told_and_overcome(made, method, lasting):
   for version in ('own', '1@0', BASE):
     assert worker.sample(version, [1], max_tokens=1).result()[0].text == version
   assert worker.learn(lessons('own', 'next')).result(LONG).stepped
+
+
+def test_what_was_drawn_is_counted_unless_the_engine_has_failed(made):
+  gates = held(made, 'turn')
+  handle = made.worker.sample(BASE, [1], max_tokens=3)
+  assert handle.drawn == 0
+  until(lambda: made.log[-1] == ('turn',))
+  made.engine.drawings[0].drawn = 7
+  assert handle.drawn == 7
+  made.engine.broken['turn'] = 1
+  gates['turn'].set()
+  with pytest.raises(NotReady):
+    handle.result()
+  assert handle.drawn == 0
 
 
 def test_an_engine_that_cannot_be_made_again_is_said(made):

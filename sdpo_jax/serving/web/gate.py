@@ -159,7 +159,7 @@ class Gate:
     self._routes = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
-    self._counting = threading.Lock()  # Guards the token counts of requests.
+    self._counting = threading.Lock()  # Guards what requests have spent.
     per_key, shared = settings.limits.max_requests_per_key, keys is not None
     self._places = Capacity(http.max_requests, per_key=per_key, shared=shared)
     self._endless_places = Capacity(max(1, http.max_requests // 4), per_key=per_key, shared=shared)
@@ -194,9 +194,9 @@ class Gate:
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
-      seconds = time.monotonic() - began
+      seconds, tokens = time.monotonic() - began, {kind: request.spent[kind] for kind in TOKENS if request.spent[kind]}
       self._lifetime.under_way -= 1
-      self._metrics.end(request.route, request.method, answer.status, seconds, request.tokens)
+      self._metrics.end(request.route, request.method, answer.status, seconds, tokens)
       if not request.quiet or answer.status not in (200, 503):
         self._log.write(
           'request',
@@ -210,7 +210,7 @@ class Gate:
           bytes_in=len(request.body),
           bytes_out=answer.size,
           key=request.key,
-          tokens={kind: count for kind, count in request.tokens.items() if count},
+          tokens=tokens,
         )
 
   async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
@@ -258,7 +258,9 @@ class Gate:
       service.allowances.spend(request.key, 'requests', 1)
       deadline = None if seconds is None else time.monotonic() + seconds
       spend = functools.partial(self._spend, service.allowances, request)
+      held.callback(service.allowances.settle, request.key, request.spent)
       call = Call(deadline, spend, Payer(sender.id, sender.weight))
+      held.enter_context(call.closing)
       account = Account(service, owner, call)
       state |= {
         'account': account,
@@ -431,11 +433,10 @@ class Gate:
     return NotFound('There is no such address: /openapi.json lists all addresses.')
 
   def _spend(self, allowances: Allowances, request: GateRequest, kind: str, amount: int) -> None:
-    """Take from the allowance of the request's key, and count tokens by kind."""
-    allowances.spend(request.key, kind, amount)
-    if kind in TOKENS:
-      with self._counting:
-        request.tokens[kind] += amount
+    """Take from the allowance of the request's key, and count it by kind."""
+    allowances.spend(request.key, kind, amount, reserve=True)
+    with self._counting:
+      request.spent[kind] += amount
 
 
 def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1) -> None:

@@ -11,7 +11,7 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from sdpo_jax.config import ServeConfig
+from sdpo_jax.config import LimitsConfig, ServeConfig
 from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
@@ -98,7 +98,7 @@ def change(asked):
 def whoami(asked):
   """Whose account it is."""
   asked.call.spend('sampled', 10)
-  asked.call.spend('sampled', -3)
+  asked.call.closing.callback(asked.call.spend, 'sampled', -3)
   return Reply({'owner': asked.account.owner})
 
 
@@ -424,6 +424,16 @@ def test_too_many_tokens_are_refused_with_the_time_to_come_again(tmp_path):
   assert first.status_code == 200 and code(second) == (429, 'busy')
   assert int(second.headers['retry-after']) >= 1 and 0 < int(second.headers['retry-after-ms']) <= 7000
   assert world.client(**{'X-API-Key': bob}).get('/v1/continual/whoami').status_code == 200
+
+
+def test_what_a_request_has_reserved_is_used_for_good_when_it_ends(world):
+  world.service.allowances = Allowances(LimitsConfig(tokens_per_day=16), wall=lambda: 0.0)
+  first, second = (world.client().get('/v1/continual/whoami') for _ in range(2))
+  assert first.status_code == 200 and code(second) == (429, 'busy')
+  assert second.headers['retry-after'] == '3600'  # The most; seven of 16 are used until midnight, and none reserved.
+  world.service.allowances = Allowances(LimitsConfig(tokens_per_day=9))
+  never = world.client().get('/v1/continual/whoami')
+  assert never.status_code == 400 and 'serve.limits.tokens_per_day=9' in never.text
 
 
 def flood(world, count, key, *, parts=(b'{',), ends=False, path='/v1/continual/change/a'):
