@@ -20,15 +20,16 @@ from sdpo_jax.serving.errors import Deadline
 class Capacity:
   """A number of places, which one thread at a time may take and free."""
 
-  def __init__(self, limit: int, *, per_key: int | None = None, shared: bool = True):
+  def __init__(self, limit: int, *, of: str = 'places', per_key: int | None = None, shared: bool = True):
     """Make places, all free.
 
     Args:
       limit: the number of places.
+      of: what they are, in the plural.
       per_key: the most places of one key; None: no such limit.
       shared: whether a key must leave room for others; False: there is only one.
     """
-    self.limit, self._per_key, self._shared = limit, per_key, shared
+    self.limit, self.of, self._per_key, self._shared = limit, of, per_key, shared
     self._taken: collections.Counter[str] = collections.Counter()  # By key; no key that has none.
 
   @property

@@ -128,6 +128,7 @@ class ServiceState:
     # Held while a version is written, and while a feedback is under way.
     self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)
     self.learning = FairSemaphore(4 * self.settings.slots, shared=shared)
+    self.parsing = FairSemaphore(1)  # Held while a large body is parsed, since that stops all other threads.
     self.allowances = Allowances(self.settings.limits, store.database)
     self.vocab_size = served.policy.vocab_size
     topk = min(self.sizes.topk, self.vocab_size)

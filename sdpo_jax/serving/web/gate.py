@@ -60,6 +60,7 @@ from sdpo_jax.serving.web.telemetry import Log, Metrics
 LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
 _LOCAL = ApiKey(LOCAL_OWNER, '', LOCAL_OWNER, LOCAL_OWNER, 0.0)
 GRACE = 5.0  # Seconds after its time limit within which a handler may still respond.
+_CHEAP = 32  # Requests at once that cost little and wait for nothing; the senders of others leave them alone.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
@@ -160,11 +161,14 @@ class Gate:
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
     self._counting = threading.Lock()  # Guards what requests have spent.
-    per_key, shared = settings.limits.max_requests_per_key, keys is not None
-    self._places = Capacity(http.max_requests, per_key=per_key, shared=shared)
-    self._endless_places = Capacity(max(1, http.max_requests // 4), per_key=per_key, shared=shared)
-    self._reading = Capacity(2 * http.max_requests, shared=shared)  # Bodies that arrive.
-    self._bytes = Capacity(int(http.max_bodies_mb * 2**20), shared=shared)  # Of bodies in memory.
+    shared = keys is not None
+    per_key = settings.limits.max_requests_per_key if shared else None
+    capacity = functools.partial(Capacity, shared=shared)
+    self._places = capacity(http.max_requests, of='requests under way', per_key=per_key)
+    self._endless_places = capacity(max(1, http.max_requests // 4), of='streams under way', per_key=per_key)
+    self._cheap_places = Capacity(_CHEAP, of='requests for usage, metrics and pages')
+    self._reading = capacity(2 * http.max_requests, of='bodies that arrive')
+    self._bytes = capacity(int(http.max_bodies_mb * 2**20), of='bytes of bodies in memory (serve.http.max_bodies_mb)')
     self._endless: set[Call] = set()
     self._forwarding = Forwarding()
     self._origins = Origins(http, keyed=keys is not None)
@@ -177,7 +181,7 @@ class Gate:
       return
     if not self._threads:
       self._threads = True
-      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + 16
+      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
       anyio.to_thread.current_default_thread_limiter().total_tokens = threads
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
@@ -224,7 +228,7 @@ class Gate:
     if route is not None:
       request.route, request.quiet, request.secret = route.path, operation.probe, operation.secret
     if operation.open:
-      await self._app(scope, receive, answer)
+      await self._show(scope, receive, answer, None if operation.probe else (scope.get('client') or [''])[0])
       return
     sender = _LOCAL if self._keys is None else self._sender(self._keys, request)
     owner, request.key = sender.owner, sender.id
@@ -235,7 +239,7 @@ class Gate:
     state: MutableMapping[str, Any] = scope.setdefault('state', {})
     if operation.observes:
       state['sender'] = sender
-      await self._app(scope, receive, answer)
+      await self._show(scope, receive, answer, request.key)
       return
     self._lifetime.touch()
     request.adapter = params.get('adapter')
@@ -246,7 +250,7 @@ class Gate:
     service = self._lifetime.service()
     http = self._settings.http
     seconds = None if operation.endless else time_limit(request.header('x-deadline-ms'), http.deadline_s)
-    places = self._endless_places if operation.endless else self._places
+    places = self._cheap_places if operation.cheap else self._endless_places if operation.endless else self._places
     # What a key has no place for is refused unread. A place is taken once the body is there: slow senders hold none.
     if not places.has_room(request.key):
       raise _full(places)
@@ -290,6 +294,13 @@ class Gate:
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
       await self._wait(task, call, seconds)
+
+  async def _show(self, scope: Scope, receive: Receive, answer: GateResponse, sender: str | None) -> None:
+    """Let a handler that needs no account respond; None: it needs no place either."""
+    with contextlib.ExitStack() as held:
+      if sender is not None:
+        _take(self._cheap_places, sender, held)
+      await self._app(scope, receive, answer)
 
   async def _read(self, receive: Receive, request: GateRequest, held: contextlib.ExitStack) -> bool:
     """Read the body of a request, whose bytes are counted until `held` closes; return whether the client is there."""
@@ -448,8 +459,7 @@ def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1
 
 def _full(places: Capacity) -> Busy:
   return Busy(
-    f'You have as many requests under way or bodies in memory as one key may have now, or all {places.limit} places '
-    'are taken: retry in a second.',
+    f'You have as many {places.of} as one sender may have now, or all {places.limit} are taken: retry in a second.',
     retry_after=1.0,
   )
 
