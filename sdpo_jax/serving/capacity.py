@@ -11,10 +11,13 @@ from collections.abc import Hashable, Iterator
 import concurrent.futures
 import contextlib
 import threading
+import time
 
 from sdpo_jax.rollout.fair_queue import Payer, Shares
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline
+
+_LONGEST = 30.0  # The most seconds until those who were refused are asked to come again.
 
 
 class Capacity:
@@ -31,6 +34,8 @@ class Capacity:
     """
     self.limit, self.of, self._per_key, self._shared = limit, of, per_key, shared
     self._taken: collections.Counter[str] = collections.Counter()  # By key; no key that has none.
+    # By key that has places: when it last freed one, the mean seconds between two, and when to come next if refused.
+    self._paces: dict[str, tuple[float, float, float]] = {}
 
   @property
   def taken(self) -> int:
@@ -54,8 +59,23 @@ class Capacity:
   def let_go(self, key: str, places: int = 1) -> None:
     """Free places that a key has taken."""
     self._taken[key] -= places
+    now = time.monotonic()
+    last, pace, due = self._paces.get(key, (now, 0.0, 0.0))
+    self._paces[key] = now, pace + 0.1 * (now - last - pace), due
     if not self._taken[key]:
-      del self._taken[key]
+      del self._taken[key], self._paces[key]
+
+  def refused(self, key: str) -> float:
+    """Return after how many seconds a request without room may find some: one comes as often as one of its key ends.
+
+    If all came again after a second, a flood of refusals would take more from others than what is under way.
+    """
+    now = time.monotonic()
+    last, pace, due = self._paces.get(key, (now, 0.0, 0.0))
+    due = max(now + 1.0, due)
+    if key in self._taken:
+      self._paces[key] = last, pace, min(due + pace, now + _LONGEST)
+    return due - now
 
 
 class FairSemaphore:

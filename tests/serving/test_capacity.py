@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import pytest
 
 from sdpo_jax.rollout.fair_queue import Payer
+from sdpo_jax.serving import capacity
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.capacity import Capacity, FairSemaphore, Turns
 from sdpo_jax.serving.errors import Cancelled, Deadline
@@ -45,6 +46,22 @@ def test_one_key_has_no_more_than_its_limit_and_the_only_one_has_all():
   assert [places.take('a') for _ in range(3)] == [True, True, False] and places.take('b')
   only = Capacity(3, shared=False)
   assert [only.take('a') for _ in range(4)] == [True, True, True, False]
+
+
+def test_those_who_are_refused_are_asked_back_one_by_one_as_fast_as_others_end(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(capacity.time, 'monotonic', lambda: now[0])
+  places = Capacity(4)
+  assert places.take('a') and places.take('a') and places.refused('a') == 1.0
+  for _ in range(60):  # One ends every half second.
+    now[0] += 0.5
+    places.let_go('a')
+    places.take('a')
+  waits = [places.refused('a') for _ in range(100)]
+  assert waits[:3] == pytest.approx([1.0, 1.5, 2.0], abs=0.1) and max(waits) == pytest.approx(30.0, abs=0.1)
+  assert places.refused('b') == 1.0  # Others have come in vain less often.
+  now[0] += 100.0
+  assert places.refused('a') == 1.0
 
 
 def test_permits_go_to_payers_in_turns_and_never_to_more_than_there_are():

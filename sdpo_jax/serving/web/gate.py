@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -253,7 +254,7 @@ class Gate:
     places = self._cheap_places if operation.cheap else self._endless_places if operation.endless else self._places
     # What a key has no place for is refused unread. A place is taken once the body is there: slow senders hold none.
     if not places.has_room(request.key):
-      raise _full(places)
+      raise _full(places, request.key)
     task: asyncio.Task[None] | None = None
     with contextlib.ExitStack() as held:
       if not await self._read(receive, request, held):
@@ -453,14 +454,16 @@ class Gate:
 def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1) -> None:
   """Take places until `held` closes; raises Busy if the key may not."""
   if not places.take(key, count):
-    raise _full(places)
+    raise _full(places, key)
   held.callback(places.let_go, key, count)
 
 
-def _full(places: Capacity) -> Busy:
+def _full(places: Capacity, key: str) -> Busy:
+  seconds = places.refused(key)
   return Busy(
-    f'You have as many {places.of} as one sender may have now, or all {places.limit} are taken: retry in a second.',
-    retry_after=1.0,
+    f'You have as many {places.of} as one sender may have now, or all {places.limit} are taken: retry in '
+    f'{math.ceil(seconds)} seconds.',
+    retry_after=seconds,
   )
 
 
