@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,8 +26,6 @@ from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
-
-_Result = TypeVar('_Result')
 
 
 @dataclasses.dataclass
@@ -354,7 +352,7 @@ class Learner:
     return found
 
 
-def whole(pieces: Generator[Any, None, _Result]) -> _Result:
+def whole(pieces: Generator) -> Any:
   """Do all pieces at once, and return the result."""
   try:
     while True:

@@ -103,8 +103,8 @@ class Worker:
     self._room = 0.0  # The bytes of versions and optimizer states that may be in memory.
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
-    # The jobs of the batch that learns, and what is left to do of it; None: none does.
-    self._learning: tuple[list[LearnJob], Generator[float, None, list[Learned]]] | None = None
+    self._learners: list[LearnJob] = []  # Those of the batch that learns.
+    self._pieces: Generator[float, None, list[Learned]] | None = None  # What is left to do of it; dropped: nothing is.
     # By the names of versions and optimizer states:
     self._loading: dict[str, Future[Arrays]] = {}
     self._pinned: set[str] = set()  # Those that waiting requests need.
@@ -483,16 +483,15 @@ class Worker:
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
     jobs = fair_order(runnable(self._waiting, engine), self._shares)
-    moved, learners = False, self._learners
+    moved = False
     for job in jobs:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
-    if learners and all(job.ended for job in learners):
-      self._stop_learning()
-      learners = []
+    if all(job.ended for job in self._learners):
+      self._learners, self._pieces = [], None
     # Who wants to learn waits for the end of the batch that does.
-    kinds = ScoreJob if learners else (LearnJob, ScoreJob)
-    first = next((job for job in jobs if isinstance(job, kinds) or job in learners), None)
+    kinds = ScoreJob if self._learners else (LearnJob, ScoreJob)
+    first = next((job for job in jobs if isinstance(job, kinds) or job in self._learners), None)
     if first is not None or self._several():
       engine.tell()  # Completions need not wait for the batch, nor those of one payer for the next turn of all.
     if isinstance(first, LearnJob):
@@ -511,15 +510,11 @@ class Worker:
     """Return the most rows of a batch: those of one micro-batch while several payers wait for its end."""
     return engine.settings.training_rows * (1 if self._several() else _BATCHES)
 
-  @property
-  def _learners(self) -> list[LearnJob]:
-    return self._learning[0] if self._learning is not None else []
-
-  def _stop_learning(self) -> None:
-    """Discard what was learned of a batch; nothing has changed."""
-    if self._learning is not None:
-      self._learning[1].close()
-      self._learning = None
+  def _samples_first(self, batch: Sequence[LearnJob]) -> bool:
+    """Return whether a payer for whom less was done than for those of a batch waits for samples."""
+    least = min(self._shares.of(job.payer) for job in batch)
+    jobs = [*self._drawing, *(job for job in self._waiting if isinstance(job, SampleJob))]
+    return any(self._shares.of(job.payer) < least for job in jobs)
 
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
     """Go on with the batch that learns, or begin one."""
@@ -528,20 +523,23 @@ class Worker:
       batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
       self._pinned |= {version for job in batch for version in job.needs}
     try:
-      if self._learning is None:  # Until it is stored, a version may be cancelled.
+      if not self._learners:  # A version may be cancelled until it is stored.
         of, kept = [job.feedback for job in batch], lambda index, _: self._claimed(batch[index])
-        self._learning = batch, engine.learn_in_pieces(of, kept)
+        self._learners, self._pieces = batch, engine.learn_in_pieces(of, kept)
       for _ in range(_PASSES * (1 if self._several() else _BATCHES)):
-        share = next(self._learning[1])
+        share = next(self._pieces)
         for job in batch:
           self._shares.charge(job.payer, share * job.work)
+        if self._samples_first(batch):
+          break
       return
     except StopIteration as done:
-      self._learning, found = None, done.value
+      found = done.value
     except Exception as error:
-      self._learning = None
+      self._learners, self._pieces = [], None
       self._alone_or_refused(engine, batch, error)
       return
+    self._learners, self._pieces = [], None
     for job, learned in zip(batch, found, strict=True):
       if not self._claimed(job):
         continue
@@ -566,7 +564,7 @@ class Worker:
     try:
       found = engine.score(wanted[0][0].version, rows, topk=topk, ids=ids)
     except Exception as error:
-      if isinstance(error, NoPlaceError) and self._learning is not None:  # Teachers of the batch have all places.
+      if isinstance(error, NoPlaceError) and self._learners:  # Teachers of the batch have all places.
         self._learn(engine, jobs)
         return
       self._alone_or_refused(engine, [job for job, _ in wanted], error)
@@ -697,7 +695,7 @@ class Worker:
       self._counts['restarts'] += 1
     self.failure = _plain(error)
     self.ready.clear()
-    self._stop_learning()
+    self._learners, self._pieces = [], None
     left = [*self._waiting, *self._drawing]
     forgets = [job for job in left if isinstance(job, ForgetJob)]
     for job in left:
@@ -723,8 +721,7 @@ class Worker:
       left = [*self._waiting, *self._inbox]
       self._inbox.clear()
     self.ready.clear()
-    self._stop_learning()
-    self._engine = None
+    self._learners, self._pieces, self._engine = [], None, None
     for job in left:
       if isinstance(job, ForgetJob):  # The version is gone with the engine.
         job.future.set_result(None)

@@ -314,7 +314,7 @@ def test_samples_go_on_while_a_long_feedback_is_learned(made):
   last = max(at for at, each in enumerate(made.log) if each == ('turn',))
   assert made.log[last:].count(('piece',)) > 10
   kinds = [each[0] for each in made.log if each[0] in ('piece', 'turn')]
-  assert 'piece piece piece turn piece piece piece turn' in ' '.join(kinds)
+  assert 'turn piece turn piece turn' in ' '.join(kinds)  # Little was done for Bob.
 
 
 @pytest.mark.parametrize('end', ['cancelled', 'late', 'failed', 'stopped'])
