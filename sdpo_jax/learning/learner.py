@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Generator, Sequence
 import dataclasses
 import functools
@@ -26,6 +27,8 @@ from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
+
+_AHEAD = 2  # Pieces of learning that may wait for the devices, so that these are never idle.
 
 
 @dataclasses.dataclass
@@ -184,7 +187,7 @@ class Learner:
       tasks: tasks of different slots.
 
     Yields:
-      After every piece, what part of all it is. At most one piece waits for the devices then.
+      After every piece, what part of all it is. At most `_AHEAD` pieces wait for the devices then.
 
     Returns:
       The new state, and the result of every task.
@@ -195,10 +198,10 @@ class Learner:
     self.check(tasks)
     lessons = [(task, lesson) for task in tasks for lesson in task.lessons]
     starts, steps = range(0, len(lessons), self._rows), max(task.update.steps for task in tasks)
-    share, micros, before = 1 / (len(starts) * (2 + steps)), [], ()
+    share, micros, ahead = 1 / (len(starts) * (2 + steps)), [], collections.deque()
     for start in starts:
       micros.append(self._prepare(state, teachers(), lessons, range(start, min(start + self._rows, len(lessons)))))
-      before = _wait_for(before, micros[-1].before)
+      _wait_for(ahead, micros[-1].before)
       yield share
     optimizers = [AdamW()] * self._slots  # The defaults for slots without a task.
     for task in tasks:
@@ -221,7 +224,7 @@ class Learner:
         of_micros.append(self._functions.report(batch.replace(student=None, signal=None), read, micro.floored))
         if number == 0:
           per_token.append(result.aux)
-        before = _wait_for(before, of_micros[-1])
+        _wait_for(ahead, of_micros[-1])
         yield share
       active = np.isin(np.arange(self._slots), list(stepping))
       state, step_said = self._functions.step(state, grads, settings, active)
@@ -234,7 +237,7 @@ class Learner:
       if micro.named_before is not None:
         at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
       after.append((self._functions.log_probs(hidden, unembedding, micro.batch.targets, micro.mask), at_named))
-      before = _wait_for(before, after[-1])
+      _wait_for(ahead, after[-1])
       yield share
     return state, self._learned(tasks, lessons, micros, per_token, after, done, sums)
 
@@ -361,10 +364,11 @@ def whole(pieces: Generator) -> Any:
     return done.value
 
 
-def _wait_for(before: Any, last: Any) -> Any:
-  """Wait for the piece before the last one, so that the devices have one to do, and return the last."""
-  jax.block_until_ready(before)
-  return last
+def _wait_for(ahead: collections.deque, last: Any) -> None:
+  """Note the results of the last piece, and wait until the devices have no more than `_AHEAD` pieces to do."""
+  ahead.append(last)
+  if len(ahead) > _AHEAD:
+    jax.block_until_ready(ahead.popleft())
 
 
 def as_train_state(trainable: Tree) -> TrainState:
