@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Generator, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -26,6 +27,8 @@ from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
+
+_AHEAD = 2  # Pieces of learning that may wait for the devices, so that these are never idle.
 
 
 @dataclasses.dataclass
@@ -173,13 +176,18 @@ class Learner:
       teacher_policy, base, sizes, prompt_buckets=teacher_buckets, response_buckets=response_buckets
     )
 
-  def learn(self, state: SlotState, teachers: Tree, tasks: Sequence[Task]) -> tuple[SlotState, list[Learned]]:
-    """Take the steps of all tasks; slots without a task keep every bit.
+  def learn(
+    self, state: SlotState, teachers: Callable[[], Tree], tasks: Sequence[Task]
+  ) -> Generator[float, None, tuple[SlotState, list[Learned]]]:
+    """Take the steps of all tasks in pieces, each of one micro-batch; slots without a task keep every bit.
 
     Args:
       state: the training slots; its buffers are donated.
-      teachers: pool of the teachers' factors.
+      teachers: returns the pool of the teachers' factors; between two pieces, members that no task names may change.
       tasks: tasks of different slots.
+
+    Yields:
+      After every piece, what part of all it is. At most `_AHEAD` pieces wait for the devices then.
 
     Returns:
       The new state, and the result of every task.
@@ -189,10 +197,12 @@ class Learner:
     """
     self.check(tasks)
     lessons = [(task, lesson) for task in tasks for lesson in task.lessons]
-    micros = [
-      self._prepare(state, teachers, lessons, range(start, min(start + self._rows, len(lessons))))
-      for start in range(0, len(lessons), self._rows)
-    ]
+    starts, steps = range(0, len(lessons), self._rows), max(task.update.steps for task in tasks)
+    share, micros, ahead = 1 / (len(starts) * (2 + steps)), [], collections.deque()
+    for start in starts:
+      micros.append(self._prepare(state, teachers(), lessons, range(start, min(start + self._rows, len(lessons)))))
+      _wait_for(ahead, micros[-1].before)
+      yield share
     optimizers = [AdamW()] * self._slots  # The defaults for slots without a task.
     for task in tasks:
       optimizers[task.slot] = task.update.optimizer
@@ -203,7 +213,7 @@ class Learner:
     done: list[dict[str, Any]] = []  # One per step, for all slots.
     sums: list[list[dict[str, Any]]] = []  # One per step and micro-batch, for all rows.
     per_token: list[dict[str, Any]] = []
-    for number in range(max(task.update.steps for task in tasks)):
+    for number in range(steps):
       stepping = {task.slot for task in tasks if number < task.update.steps}
       grads, of_micros = self._functions.zero(state.trainable), []
       whole = as_train_state(state.trainable)
@@ -214,6 +224,8 @@ class Learner:
         of_micros.append(self._functions.report(batch.replace(student=None, signal=None), read, micro.floored))
         if number == 0:
           per_token.append(result.aux)
+        _wait_for(ahead, of_micros[-1])
+        yield share
       active = np.isin(np.arange(self._slots), list(stepping))
       state, step_said = self._functions.step(state, grads, settings, active)
       done.append(step_said)
@@ -225,6 +237,8 @@ class Learner:
       if micro.named_before is not None:
         at_named = self._scorer.of_ids(hidden, unembedding, micro.theirs.top_ids, micro.mask)
       after.append((self._functions.log_probs(hidden, unembedding, micro.batch.targets, micro.mask), at_named))
+      _wait_for(ahead, after[-1])
+      yield share
     return state, self._learned(tasks, lessons, micros, per_token, after, done, sums)
 
   def score(
@@ -339,6 +353,22 @@ class Learner:
       ]
       found.append(Learned([said[index] for index in own], steps, requests.warnings_of(task)))
     return found
+
+
+def whole(pieces: Generator) -> Any:
+  """Do all pieces at once, and return the result."""
+  try:
+    while True:
+      next(pieces)
+  except StopIteration as done:
+    return done.value
+
+
+def _wait_for(ahead: collections.deque, last: Any) -> None:
+  """Note the results of the last piece, and wait until the devices have no more than `_AHEAD` pieces to do."""
+  ahead.append(last)
+  if len(ahead) > _AHEAD:
+    jax.block_until_ready(ahead.popleft())
 
 
 def as_train_state(trainable: Tree) -> TrainState:

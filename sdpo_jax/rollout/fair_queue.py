@@ -7,7 +7,7 @@ one payer it is first come, first served.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 import dataclasses
 import math
 
@@ -35,6 +35,7 @@ class Shares:
   def __init__(self):
     """Begin with no work done."""
     self._done: dict[Payer, float] = {}
+    self._present = collections.Counter[Payer]()  # By payer: how often it has entered and not left.
 
   def __len__(self) -> int:
     """Return the number of payers whose work is remembered."""
@@ -44,15 +45,22 @@ class Shares:
     """Return the work done for a payer, over its weight, since some time in the past."""
     return self._done.get(payer, 0.0)
 
-  def enter(self, payer: Payer, waiting: Collection[Payer]) -> None:
-    """Note that work waits for a payer for whom none did; `waiting` are the others for whom some does."""
-    if not waiting:
+  def enter(self, payer: Payer) -> None:
+    """Note that work waits for a payer, until as many calls of `leave`."""
+    if not self._present:
       self._done.clear()
-      return
-    least = min(map(self.of, waiting))
-    # Payers that have left are forgotten once entering again would lift them anyway.
-    self._done = {other: done for other, done in self._done.items() if other in waiting or done > least}
-    self._done[payer] = max(least, self.of(payer))
+    elif payer not in self._present:
+      least = min(map(self.of, self._present))
+      # Payers that have left are forgotten once entering again would lift them anyway.
+      self._done = {other: done for other, done in self._done.items() if other in self._present or done > least}
+      self._done[payer] = max(least, self.of(payer))
+    self._present[payer] += 1
+
+  def leave(self, payer: Payer) -> None:
+    """Note that some work of a payer waits no longer."""
+    self._present[payer] -= 1
+    if not self._present[payer]:
+      del self._present[payer]
 
   def charge(self, payer: Payer, work: float) -> None:
     """Count work that was done for a payer, in tokens or any other unit."""
@@ -75,23 +83,24 @@ class FairQueue:
 
   def __init__(self, shards: int):
     """Make an empty queue for `shards` shards."""
-    self._shards, self._shares = shards, Shares()
+    self._shards = shards
+    self.shares = Shares()  # To which other work of the same payers may be charged, too.
     self._queues: dict[Payer, Queue] = {}  # Of payers with waiting samples.
     self._requests: dict[Samples, _Request] = {}  # Those with samples that are not done.
 
   def add(self, samples: Samples, payer: Payer) -> None:
     """Append the samples of a prompt, at least one, to those of their payer."""
     if payer not in self._queues:
-      self._shares.enter(payer, self._queues.keys())
+      self.shares.enter(payer)
       self._queues[payer] = Queue(self._shards)
     self._queues[payer].add(samples)
     self._requests[samples] = _Request(payer, len(samples))
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Remove the samples for which `gone` returns True, also those that have slots."""
-    for queue in self._queues.values():
+    for payer, queue in list(self._queues.items()):
       queue.remove(gone)
-    self._queues = {payer: queue for payer, queue in self._queues.items() if queue.left}
+      self._drop_empty(payer)
     self._requests = {samples: request for samples, request in self._requests.items() if not gone(samples)}
 
   def refill(self, rows: int) -> int:
@@ -110,16 +119,15 @@ class FairQueue:
       return None
     payer = self._next()
     samples, index = self._queues[payer].take(shard)
-    if not self._queues[payer].left:
-      del self._queues[payer]
+    self._drop_empty(payer)
     self._requests[samples].reserved += int(samples.knobs['max_tokens'][index])
     if index == 0:
-      self._shares.charge(payer, len(samples.prompt))
+      self.shares.charge(payer, len(samples.prompt))
     return samples, index
 
   def drawn(self, samples: Samples, tokens: int) -> None:
     """Charge the payer of samples for tokens that were drawn."""
-    self._shares.charge(self._requests[samples].payer, tokens)
+    self.shares.charge(self._requests[samples].payer, tokens)
 
   def done(self, samples: Samples, number: int) -> None:
     """Note that a sample, by its number in the generation batch, has left its slot."""
@@ -147,10 +155,15 @@ class FairQueue:
     """Return whether samples with that prefix wait in the shard, or for any shard."""
     return any(queue.holds(shard, prefix) for queue in self._queues.values())
 
+  def _drop_empty(self, payer: Payer) -> None:
+    if not self._queues[payer].left:
+      del self._queues[payer]
+      self.shares.leave(payer)
+
   def _next(self) -> Payer:
     if len(self._queues) == 1:
       return next(iter(self._queues))
     reserved = collections.Counter[Payer]()
     for request in self._requests.values():
       reserved[request.payer] += request.reserved
-    return self._shares.first(self._queues, reserved.__getitem__)
+    return self.shares.first(self._queues, reserved.__getitem__)

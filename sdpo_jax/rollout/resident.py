@@ -61,6 +61,7 @@ class Handle:
     self.weights, self.payer = weights, payer
     self.samples, self.stops, self.wants_drafts = samples, stops, drafts
     self.left = len(samples)  # Samples that are not done.
+    self.drawn = 0  # Tokens of all samples so far.
     self.done = False  # Whether all samples are done, the request was cancelled, or the sampler has ended.
     # Tokens of the prompt whose keys and values came from an earlier one, the maximum over finished samples.
     self.reused = 0
@@ -129,6 +130,7 @@ class Resident:
     self._base = base
     self._slots = sampler.open_slots(sampler.prepare(base, trainable), FairQueue, stop_ids, kept_prefixes)
     self._queue: FairQueue = self._slots.queue
+    self.shares = self._queue.shares  # What was done for payers; the one who has had least gets the next slots.
     self.stats = self._slots.stats  # Counts over all requests.
     self._lock = threading.Lock()
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
@@ -292,5 +294,9 @@ class Resident:
     self._ended, self._drafts = [], []
 
   def _end(self, samples: Samples, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    self._queue.drawn(samples, len(tokens) - checked)
-    return self._handles[samples].stops.end(tokens, checked, done)
+    handle = self._handles[samples]
+    end = handle.stops.end(tokens, checked, done)
+    drawn = (len(tokens) if end is None else end) - checked
+    handle.drawn += drawn
+    self._queue.drawn(samples, drawn)
+    return end

@@ -305,7 +305,7 @@ class Account:
 
   @contextlib.contextmanager
   def spending(self, kind: str, amount: int) -> Iterator[None]:
-    """Take from the allowance of the key; give it back if the block raises.
+    """Take from the allowance of the key; take it back if the block raises.
 
     Args:
       kind: 'sampled', 'scored', 'learned' or 'feedbacks'.
@@ -360,10 +360,10 @@ class Account:
         step=0,
         **vars(options),
       )
+    self.call.closing.callback(lambda: self.call.spend('sampled', job.drawn - n * options.max_tokens))
     conversation = [dict(message) for message in messages] if messages is not None else None
 
     def keep(done: Completion) -> SampleRecord:
-      self.call.spend('sampled', len(done.tokens) - options.max_tokens)
       now, tokens = service.clock(), done.tokens.tolist()
       sample = SampleRecord(
         id=f'smp-{secrets.token_hex(12)}' if store else '',
@@ -424,7 +424,7 @@ class Account:
     wanted = None if ids is None else [own for part in parts for _, own in part]
     with self.spending('scored', tokens_scored(pieces)):
       future = self.service.worker.score(target.engine_name, pieces, topk=topk, ids=wanted, **self.call.work)
-    found = iter(self.wait(future))
+      found = iter(self.wait(future))
     return [
       score_pieces.joined([next(found) for _ in part], len(tokens)) if len(part) > 1 else next(found)
       for part, (_, tokens) in zip(parts, rows, strict=True)

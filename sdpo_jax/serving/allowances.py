@@ -1,5 +1,6 @@
 """What each key has used, and may still use: requests, feedbacks and tokens of this minute and of this day, in UTC.
 
+A request reserves the most that it may use before it begins, which counts as used, and takes back the rest at its end.
 Counts of days are added to the database about once a second, so that they survive a restart; several processes may add.
 """
 
@@ -13,12 +14,13 @@ import time
 from typing import Any
 
 from sdpo_jax.config import LimitsConfig
-from sdpo_jax.serving.errors import Busy
+from sdpo_jax.serving.errors import Busy, InvalidRequest
 from sdpo_jax.serving.store.database import Database
 
 TOKENS = 'sampled', 'scored', 'learned'
 KINDS = 'requests', 'feedbacks', *TOKENS
 _DAY = 86400
+_SOON = 1.0  # Seconds after which to come again for what requests under way have reserved and may not use.
 
 
 class TokenBucket:
@@ -73,38 +75,52 @@ class Allowances:
     self._buckets: dict[tuple[str, str], TokenBucket] = {}  # By key and 'tokens' or 'feedbacks'; no full ones.
     self._minute, self._of_minute = 0, collections.Counter[tuple[str, str]]()  # By key and kind.
     self._day, self._of_day = int(wall()) // _DAY, collections.Counter[tuple[str, str]]()
+    self._reserved = collections.Counter[tuple[str, str]]()  # By key and 'tokens' or 'feedbacks': used, maybe.
     self._unsaved: collections.Counter[tuple[str, int, str]] = collections.Counter()  # By key, day and kind.
     if database is not None:
       self._of_day.update(database.usage(self._day))
 
-  def spend(self, key: str, kind: str, amount: int) -> None:
+  def spend(self, key: str, kind: str, amount: int, *, reserve: bool = False) -> None:
     """Count a use of a key, or take one back if negative.
 
     Args:
       key: the id of the key.
       kind: one of `KINDS`.
       amount: how many requests, feedbacks or tokens.
+      reserve: whether some of it may be taken back, until `settle`.
 
     Raises:
       Busy: it would exceed a limit; it was not counted.
+      InvalidRequest: it is more than may be used in a day.
     """
     if not amount:
       return
     with self._lock:
       self._turn()
-      unit = 'tokens' if kind in TOKENS else kind
-      self._take(key, unit, amount)
+      self._take(key, _unit(kind), amount)
+      self._reserved[key, _unit(kind)] += amount if reserve else 0
       for counts in (self._of_minute, self._of_day):  # What is taken back may be of yesterday, and then counts as used.
         change = max(amount, -counts[key, kind])
         counts[key, kind] += change
       self._unsaved[key, self._day, kind] += change
 
+  def settle(self, key: str, spent: Mapping[str, int]) -> None:
+    """Note that a request has ended: what it has spent with `reserve`, by kind, is used for good."""
+    with self._lock:
+      for kind, amount in spent.items():
+        self._reserved[key, _unit(kind)] -= amount
+
   def _take(self, key: str, unit: str, amount: int) -> None:
-    per_day = getattr(self._settings, f'{unit}_per_day', None)
+    per_day, reserved = getattr(self._settings, f'{unit}_per_day', None), self._reserved[key, unit]
     if per_day is not None and amount > 0:
-      used = sum(self._of_day[key, kind] for kind in (TOKENS if unit == 'tokens' else (unit,)))
-      if used + min(amount, per_day) > per_day:
-        raise _exceeded(unit, per_day, 'day', amount, _DAY - self._wall() % _DAY)
+      if amount > per_day:
+        raise InvalidRequest(
+          f'This request may use {amount} {unit}, more than serve.limits.{unit}_per_day={per_day}: ask for less.'
+        )
+      used = sum(self._of_day[key, kind] for kind in KINDS if _unit(kind) == unit)
+      if used + amount > per_day:
+        fits = used - reserved + amount <= per_day
+        raise _exceeded(unit, per_day, 'day', amount, _SOON if fits else _DAY - self._wall() % _DAY)
     per_minute = getattr(self._settings, f'{unit}_per_minute', None)
     if per_minute is None:
       return
@@ -114,6 +130,7 @@ class Allowances:
       burst = self._settings.burst_tokens if unit == 'tokens' else None
       bucket = self._buckets[key, unit] = TokenBucket(per_minute / 60, float(burst or per_minute), self._clock)
     if wait := bucket.take(amount):
+      wait = max(min(wait, _SOON), wait - reserved * 60 / per_minute)
       raise _exceeded(unit, per_minute, 'minute', amount, wait)
 
   def _turn(self) -> None:
@@ -165,6 +182,11 @@ class Allowances:
     with self._lock:
       self._turn()
       return dict(self._of_day)
+
+
+def _unit(kind: str) -> str:
+  """Return what limits a kind: 'tokens', or its own name."""
+  return 'tokens' if kind in TOKENS else kind
 
 
 def _exceeded(unit: str, limit: int, time: str, amount: int, wait: float) -> Busy:

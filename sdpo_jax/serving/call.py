@@ -1,9 +1,8 @@
-"""A request below the HTTP layer: deadline, cancellation and token allowance; and locks that requests wait for."""
+"""A request below the HTTP layer: deadline, cancellation and token allowance."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -21,10 +20,12 @@ class Call:
 
   deadline: float | None = None  # A time on `clock`; None: there is no deadline.
   # Called with 'sampled', 'scored' or 'learned' and a number of tokens before these are computed, or with 'feedbacks'
-  # and 1; raises Busy if they exceed the allowance. A negative number gives back what was not needed.
+  # and 1; raises Busy if they exceed the allowance. A negative number takes back what was not used.
   spend: Callable[[str, int], None] = lambda kind, amount: None
   payer: Payer = SERVICE  # On whose account its work is done.
   clock: Callable[[], float] = time.monotonic  # Returns seconds.
+  # What is done when the request has been answered or given up, such as taking back what it has not used.
+  closing: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
   _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
   _ended: ServiceError | None = dataclasses.field(default=None, init=False)
   _listeners: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False)
@@ -98,51 +99,3 @@ class Call:
       with self._lock:
         if listener in self._listeners:
           self._listeners.remove(listener)
-
-
-class Turns:
-  """Fair locks by key: changes of one thing wait for each other, first come, first served.
-
-  A key takes no memory while nobody holds or waits for its lock.
-  """
-
-  def __init__(self):
-    """Make locks, all free."""
-    self._lock = threading.Lock()
-    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # By key: the holder, then those who wait.
-
-  def __len__(self) -> int:
-    """Return the number of locks that are held."""
-    with self._lock:
-      return len(self._queues)
-
-  @contextlib.contextmanager
-  def of(self, thing: Hashable, call: Call) -> Iterator[None]:
-    """Hold the lock of a key during the block.
-
-    Args:
-      thing: the key, such as the id of an adapter.
-      call: the request that waits for the lock, until its deadline.
-
-    Raises:
-      Deadline: the deadline of the request has passed.
-      Cancelled: the client has disconnected.
-    """
-    turn = threading.Event()
-    with self._lock:
-      queue = self._queues.setdefault(thing, collections.deque())
-      queue.append(turn)
-      if queue[0] is turn:
-        turn.set()
-    try:
-      if not turn.wait(call.left):
-        raise Deadline('Other changes took all the time of this request: retry, or allow it more time.')
-      call.check()
-      yield
-    finally:
-      with self._lock:
-        queue.remove(turn)
-        if not queue:
-          del self._queues[thing]
-        else:
-          queue[0].set()

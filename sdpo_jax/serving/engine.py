@@ -10,7 +10,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.learning import training_pool
-from sdpo_jax.learning.learner import Learned, Learner
+from sdpo_jax.learning.learner import Learned, Learner, whole
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions, with_taught
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
@@ -186,6 +186,7 @@ class Engine:
     self._resident = Resident(
       sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids, kept_prefixes=settings.kept_prefixes
     )
+    self.shares = self._resident.shares  # What was sampled for payers, and whatever the caller charges to them.
     self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
     self._sampling: list[tuple[Handle, str]] = []
     self._loaded = False  # Whether versions were put into places since the last turn.
@@ -294,7 +295,7 @@ class Engine:
         prompt, teacher = (lengths[min(index, len(lengths) - 1)] for lengths in (prompts, teachers))
         lesson = Lesson([0] * prompt, completion, [0] * teacher)
         task = Task(0, [lesson], UpdateOptions(Sdpo(topk=settings.topk), steps=2))
-        state, _ = self._learner.learn(state, self._teachers.factors, [task])
+        state, _ = whole(self._learner.learn(state, lambda: self._teachers.factors, [task]))
 
   # Versions.
 
@@ -573,15 +574,25 @@ class Engine:
 
   # Learning.
 
-  def learn(
+  def learn(self, *given: Any, **more: Any) -> list[Learned]:
+    """Learn from feedback in one go, see `learn_in_pieces`."""
+    return whole(self.learn_in_pieces(*given, **more))
+
+  def learn_in_pieces(
     self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True
-  ) -> list[Learned]:
-    """Learn from feedback, each for another version, in one pass.
+  ) -> Generator[float, None, list[Learned]]:
+    """Learn from feedback, each for another version, in one pass, of which there may be one at a time.
+
+    Between two pieces, all other methods may be called; no version is there before the end, and none ever if the
+    generator is closed.
 
     Args:
       feedback: the feedback, at most as many as there are slots.
       keep: maps (index of the feedback, result) to whether to store the new version. If not, or if a gradient was not
         finite, there is no new version.
+
+    Yields:
+      After every micro-batch, what part of the whole it was.
 
     Raises:
       UserError: a feedback cannot be learned from; nothing has changed.
@@ -608,9 +619,9 @@ class Engine:
       self._learner.check(tasks)
       for index, each in enumerate(feedback):
         if each.teacher.startswith(TEACHING_MODEL):
-          tasks[index] = self._taught(each, tasks[index])
+          tasks[index] = yield from self._taught(each, tasks[index])
       state, self._slots = self._slots, None  # Donated: the buffers are gone if this fails.
-      state, learned = self._learner.learn(state, self._teachers.factors, tasks)
+      state, learned = yield from self._learner.learn(state, lambda: self._teachers.factors, tasks)
       self._slots = state
       for index, (each, task, came) in enumerate(zip(feedback, tasks, learned, strict=True)):
         if came.stepped and keep(index, came):
@@ -684,11 +695,13 @@ class Engine:
     name = optimizer_name(version)
     return self.arrays(name) if name in self._shelf else {}
 
-  def _taught(self, feedback: Feedback, task: Task) -> Task:
-    """Return a task with the log-probs of the other model that the feedback names as its teacher."""
-    scorer = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)]
-    asked = [lesson for lesson in task.lessons if lesson.taught is None]
-    said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in asked]) if asked else []
+  def _taught(self, feedback: Feedback, task: Task) -> Generator[float, None, Task]:
+    """Return a task with the log-probs of the other model that the feedback names as its teacher, in pieces."""
+    scorer, said, rows = self._models[feedback.teacher.removeprefix(TEACHING_MODEL)], [], self.settings.training_rows
+    asked = [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons if lesson.taught is None]
+    for start in range(0, len(asked), rows):
+      said += scorer.score({}, asked[start : start + rows])
+      yield 0.0
     taught = [Taught(scored.top_ids, scored.top_log_probs, scored.log_probs) for scored in said]
     return dataclasses.replace(task, lessons=with_taught(task.lessons, taught))
 

@@ -137,7 +137,7 @@ def _learn(
       learning, asked = service.ask_endpoint(learning, call), 'given'
     permit.enter_context(service.learning.of(call))  # Not while another server is waited for.
     wanted = Feedback(before, new, learning, update, asked, teacher.average_rate)
-    # Once learning has begun, wait for its end, to know whether there is a version to forget.
+    # There is a new version only if this returns.
     learned: Learned = call.result(worker.learn(wanted, **call.work))
   committed: Version | None = None
   try:

@@ -64,6 +64,11 @@ class SampleJob(Job):
   def work(self) -> int:
     return len(self.prompt) + self.options.get('n', 1) * self.options.get('max_tokens', 1)
 
+  @property
+  def drawn(self) -> int:
+    """The tokens drawn so far, also of samples that were cancelled; 0 if the engine has failed."""
+    return 0 if self.drawing is None or isinstance(self._why, NotReady) else self.drawing.drawn
+
   def __iter__(self) -> Iterator[Draft | Completion]:
     """Yield drafts and completions until all samples are done.
 

@@ -25,8 +25,8 @@ from sdpo_jax.models.control_tokens import control_strings
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.serving import feedback_request, lessons, records, request_prompts, score_pieces
 from sdpo_jax.serving.allowances import Allowances
-from sdpo_jax.serving.call import Call, Turns
-from sdpo_jax.serving.capacity import FairSemaphore
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import FairSemaphore, Turns
 from sdpo_jax.serving.engine import EngineSettings
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
@@ -129,6 +129,7 @@ class ServiceState:
     # Held while a version is written, and while a feedback is under way.
     self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)
     self.learning = FairSemaphore(4 * self.settings.slots, shared=shared)
+    self.parsing = FairSemaphore(1)  # Held while a large body is parsed, since that stops all other threads.
     self.allowances = Allowances(self.settings.limits, store.database)
     self.vocab_size = served.policy.vocab_size
     topk = min(self.sizes.topk, self.vocab_size)

@@ -1,14 +1,14 @@
 """The thread that owns the engine: it takes requests from all threads, and interleaves learning with sampling.
 
-Every request ends exactly once, with a result or an error. Between two chunks of decoded tokens the thread runs at most
-one batch of learning, from the feedback on several versions, or of scoring, of rows of one version. Reader threads load
-the versions that the engine does not have.
+Every request ends exactly once, with a result or an error. Between two chunks of decoded tokens the thread runs a few
+micro-batches: a piece of learning, from the feedback on several versions, or a batch of scoring, of one version's rows.
+Reader threads load the versions that the engine does not have.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 import concurrent.futures
 import gc
 import logging
@@ -42,7 +42,8 @@ from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
 _READERS = 2  # Threads that load versions.
-_BATCHES = 4  # The most micro-batches between two chunks of tokens, unless a single feedback has more.
+_BATCHES = 4  # The most micro-batches between two chunks of tokens.
+_PASSES = 3  # Through the model, which a micro-batch of learning takes at least: before, in and after a step.
 _RECENT = 10.0  # Seconds after which a payer without new work is not reckoned with.
 _FILLS = 8  # How often a version fills its share of the rows before it lets others have its place.
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
@@ -89,7 +90,7 @@ class Worker:
     self._lock, self._wake = threading.Lock(), threading.Event()
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
     self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
-    self._shares = Shares()  # Learning and scoring done for each payer.
+    self._shares = Shares()  # Work done for each payer, of the engine: samples, scores and learning.
     self._seen: dict[Payer, float] = {}  # When payers last had new work.
     # Why new requests are refused; None: they are accepted.
     self._refusal: str | None = 'The engine has not been started yet.'
@@ -102,6 +103,8 @@ class Worker:
     self._room = 0.0  # The bytes of versions and optimizer states that may be in memory.
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
+    self._learners: list[LearnJob] = []  # Those of the batch that learns.
+    self._pieces: Generator[float, None, list[Learned]] | None = None  # What is left to do of it; dropped: nothing is.
     # By the names of versions and optimizer states:
     self._loading: dict[str, Future[Arrays]] = {}
     self._pinned: set[str] = set()  # Those that waiting requests need.
@@ -321,7 +324,7 @@ class Worker:
         _logger.exception('The engine could not be started.')
         self._close(f'There is no engine: {first_line(error)}', _plain(error))
         return
-      self._engine, self.failure = engine, None
+      self._engine, self._shares, self.failure = engine, engine.shares, None
       least = sum(engine.bytes_of(name) for name in ('', optimizer_name('')))
       self._room = max(_LEAST_VERSIONS * least, _SHARE * engine.settings.memory_bytes)
       self._own, self._rescued = set(self._rescued), {}
@@ -386,12 +389,10 @@ class Worker:
       if version in self._own:
         self._own.remove(version)
         self._kept[version] = None
-    payers = {job.payer for job in self._waiting} if self._inbox else set()
     while self._inbox:
       job = self._inbox.popleft()
-      if job.payer not in payers:
-        self._shares.enter(job.payer, payers)
-        payers.add(job.payer)
+      if not isinstance(job, ForgetJob):
+        self._shares.enter(job.payer)
       self._seen[job.payer] = job.began
       self._waiting.append(job)
     for version, future in [(version, future) for version, future in self._loading.items() if future.done()]:
@@ -434,7 +435,7 @@ class Worker:
 
   def _fetch(self, engine: Engine) -> None:
     """Start loading the versions that waiting requests need, in turns, but no more than memory has room for."""
-    pinned: set[str] = set()
+    pinned = {version for job in self._learners for version in job.needs}
     for job in fair_order(self._waiting, self._shares):
       if not job.needs or (pinned and sum(map(engine.bytes_of, pinned | job.needs)) > self._room):
         continue
@@ -486,7 +487,11 @@ class Worker:
     for job in jobs:
       if isinstance(job, ForgetJob):
         moved |= self._forget(engine, job)
-    first = next((job for job in jobs if isinstance(job, (LearnJob, ScoreJob))), None)
+    if all(job.ended for job in self._learners):
+      self._learners, self._pieces = [], None
+    # Who wants to learn waits for the end of the batch that does.
+    kinds = ScoreJob if self._learners else (LearnJob, ScoreJob)
+    first = next((job for job in jobs if isinstance(job, kinds) or job in self._learners), None)
     if first is not None or self._several():
       engine.tell()  # Completions need not wait for the batch, nor those of one payer for the next turn of all.
     if isinstance(first, LearnJob):
@@ -505,19 +510,39 @@ class Worker:
     """Return the most rows of a batch: those of one micro-batch while several payers wait for its end."""
     return engine.settings.training_rows * (1 if self._several() else _BATCHES)
 
+  def _samples_first(self, batch: Sequence[LearnJob]) -> bool:
+    """Return whether a payer for whom less was done than for those of a batch waits for samples."""
+    least = min(self._shares.of(job.payer) for job in batch)
+    jobs = [*self._drawing, *(job for job in self._waiting if isinstance(job, SampleJob))]
+    return any(self._shares.of(job.payer) < least for job in jobs)
+
   def _learn(self, engine: Engine, jobs: Sequence[Job]) -> None:
-    settings = engine.settings
-    batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
-    wanted = [job for job in batch if self._claimed(job)]
-    if not wanted:
-      return
+    """Go on with the batch that learns, or begin one."""
+    settings, batch = engine.settings, self._learners
+    if not batch:
+      batch = learn_batch(jobs, slots=settings.slots, teachers=settings.teachers, rows=self._most_rows(engine))
+      self._pinned |= {version for job in batch for version in job.needs}
     try:
-      found = engine.learn([job.feedback for job in wanted])
-    except Exception as error:
-      self._alone_or_refused(engine, wanted, error)
+      if not self._learners:  # A version may be cancelled until it is stored.
+        of, kept = [job.feedback for job in batch], lambda index, _: self._claimed(batch[index])
+        self._learners, self._pieces = batch, engine.learn_in_pieces(of, kept)
+      for _ in range(_PASSES * (1 if self._several() else _BATCHES)):
+        share = next(self._pieces)
+        for job in batch:
+          self._shares.charge(job.payer, share * job.work)
+        if self._samples_first(batch):
+          break
       return
-    for job, learned in zip(wanted, found, strict=True):
-      self._shares.charge(job.payer, job.work)
+    except StopIteration as done:
+      found = done.value
+    except Exception as error:
+      self._learners, self._pieces = [], None
+      self._alone_or_refused(engine, batch, error)
+      return
+    self._learners, self._pieces = [], None
+    for job, learned in zip(batch, found, strict=True):
+      if not self._claimed(job):
+        continue
       if learned.stepped:
         self._own |= {job.feedback.new, optimizer_name(job.feedback.new)}
       self._touch(job)
@@ -539,6 +564,9 @@ class Worker:
     try:
       found = engine.score(wanted[0][0].version, rows, topk=topk, ids=ids)
     except Exception as error:
+      if isinstance(error, NoPlaceError) and self._learners:  # Teachers of the batch have all places.
+        self._learn(engine, jobs)
+        return
       self._alone_or_refused(engine, [job for job, _ in wanted], error)
       return
     for job, count in wanted:
@@ -571,13 +599,15 @@ class Worker:
     return True
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
-    """Return whether a job that is about to run was not cancelled; otherwise remove it."""
+    """Return whether a job has not ended, and can no longer be cancelled; one that was cancelled is removed."""
+    if job.ended is not None:
+      return False
     job.claimed = job.claimed or job.future.set_running_or_notify_cancel()
     if not job.claimed:
+      job.ended = 'cancelled'
       self._waiting.remove(job)
-      self._ended(job, 'cancelled')
-      return False
-    return True
+      self._ended(job, job.ended)
+    return job.claimed
 
   def _alone_or_refused(self, engine: Engine, jobs: Sequence[LearnJob | ScoreJob], error: Exception) -> None:
     """After a batch has failed, let each of its jobs run alone; fail a job that was alone."""
@@ -649,6 +679,7 @@ class Worker:
   def _ended(self, job: Job, count: str) -> None:
     """Count a request that has ended, and update the pace."""
     now = self._clock()
+    self._shares.leave(job.payer)
     with self._lock:
       self._counts[count] += 1
       self._places.let_go(job.payer.id)
@@ -664,6 +695,7 @@ class Worker:
       self._counts['restarts'] += 1
     self.failure = _plain(error)
     self.ready.clear()
+    self._learners, self._pieces = [], None
     left = [*self._waiting, *self._drawing]
     forgets = [job for job in left if isinstance(job, ForgetJob)]
     for job in left:
@@ -689,7 +721,7 @@ class Worker:
       left = [*self._waiting, *self._inbox]
       self._inbox.clear()
     self.ready.clear()
-    self._engine = None
+    self._learners, self._pieces, self._engine = [], None, None
     for job in left:
       if isinstance(job, ForgetJob):  # The version is gone with the engine.
         job.future.set_result(None)

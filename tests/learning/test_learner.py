@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching, training_pool
-from sdpo_jax.learning.learner import Learner
+from sdpo_jax.learning.learner import Learner, whole
 from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, Task, Taught, UpdateOptions
 from sdpo_jax.learning.scoring import CompiledSizes
@@ -38,6 +38,10 @@ def adapters():
 @pytest.fixture(scope='module')
 def learner(adapters):
   return learner_of(adapters)
+
+
+def learn(learner, state, teachers, tasks):
+  return whole(learner.learn(state, lambda: teachers, tasks))
 
 
 def learner_of(adapters, **sizes):
@@ -153,7 +157,7 @@ def test_tasks_that_are_learned_together_end_as_runs_of_their_own(adapters, teac
       optimizer=dataclasses.replace(OPTIMIZER, weight_decay=0.0, learning_rate=1e-2),
     ),
   ]
-  state, learned = learner.learn(fresh(adapters), teachers, tasks)
+  state, learned = learn(learner, fresh(adapters), teachers, tasks)
   for task, found in zip(tasks, learned, strict=True):
     expected, norms = sdpo_alone(adapters, teachers, task, task.update.steps)
     np.testing.assert_allclose([step['grad_norm'] for step in found.steps], norms, rtol=2e-4)
@@ -168,9 +172,9 @@ def test_a_request_takes_the_steps_that_it_wants_beside_one_that_wants_more(adap
     task_of(slot, [lesson(91 + slot)], teacher=slot, loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=steps)
     for slot, steps in ((0, 1), (1, 3))
   ]
-  state, learned = learner.learn(fresh(adapters), teachers, tasks)
+  state, learned = learn(learner, fresh(adapters), teachers, tasks)
   for task, found in zip(tasks, learned, strict=True):
-    alone, _ = learner.learn(fresh(adapters), teachers, [task])
+    alone, _ = learn(learner, fresh(adapters), teachers, [task])
     slot = training_pool.slot_of(state, task.slot)
     assert int(slot.moments.count) == len(found.steps) == task.update.steps
     assert_close(slot.trainable, training_pool.slot_of(alone, task.slot).trainable, 3e-5)
@@ -211,7 +215,7 @@ def test_jsd_pg_of_a_request_is_the_formula(adapters, teachers, learner, form):
   # Beside another request, in whose rows the loss is another.
   other = task_of(0, [lesson(8)], teacher=0, loss=Sdpo(topk=K), optimizer=plain)
   task = task_of(1, [each], teacher=1, loss=loss, optimizer=plain)
-  _, (_, found) = learner.learn(fresh(adapters), teachers, [other, task])
+  _, (_, found) = learn(learner, fresh(adapters), teachers, [other, task])
 
   taught = said_by(policy, base, lora_pool.member(teachers, 1), each.teacher_prompt, each.completion)
   at = np.arange(len(each.completion)), each.completion
@@ -328,8 +332,8 @@ def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner, 
       steps=2,
     ),
   ]
-  once, _ = learner.learn(fresh(adapters), teachers, [with_update(task, steps=1) for task in tasks])
-  _, learned = learner.learn(fresh(adapters), teachers, tasks)
+  once, _ = learn(learner, fresh(adapters), teachers, [with_update(task, steps=1) for task in tasks])
+  _, learned = learn(learner, fresh(adapters), teachers, tasks)
   for task, found in zip(tasks, learned, strict=True):
     advantages = [np.float64(said.advantages) for said in found.said]
     old = [np.float64(each.sampling_log_probs) for each in task.lessons]
@@ -346,7 +350,7 @@ def test_what_is_reported_of_a_step_is_the_formula(adapters, teachers, learner, 
 @pytest.mark.parametrize('optimizer', [dict(learning_rate=1e38), dict(learning_rate=1e31, weight_decay=1.0)])
 def test_a_step_into_numbers_that_are_too_large_is_not_taken(adapters, teachers, learner, optimizer):
   task = task_of(0, [lesson(71)], teacher=0, loss=Sdpo(topk=K), optimizer=AdamW(**optimizer))
-  state, (found,) = learner.learn(fresh(adapters), teachers, [task])
+  state, (found,) = learn(learner, fresh(adapters), teachers, [task])
   assert not found.stepped and np.isfinite(found.steps[0]['loss'])
   jax.tree.map(
     np.testing.assert_array_equal, training_pool.slot_of(state, 0), training_pool.slot_of(fresh(adapters), 0)
@@ -365,13 +369,13 @@ def test_a_teacher_that_names_a_handful_of_tokens_teaches_without_the_regularise
   few, many = (
     task_of(slot, [said_of(count)], loss=JsdPg(), optimizer=OPTIMIZER) for slot, count in enumerate((LITE, LITE + 1))
   )
-  _, (lite, whole) = learner.learn(fresh(adapters), teachers, [few, many])
+  _, (lite, full) = learn(learner, fresh(adapters), teachers, [few, many])
   [warning] = lite.warnings
-  assert 'named 5 tokens' in warning and 'regulariser' in warning and not whole.warnings
+  assert 'named 5 tokens' in warning and 'regulariser' in warning and not full.warnings
   assert lite.steps[0]['loss'] == pytest.approx(lite.steps[0]['pg_loss'])
-  assert whole.steps[0]['loss'] == pytest.approx(whole.steps[0]['pg_loss'] + 0.5 * whole.steps[0]['jsd_reg'])
-  assert whole.steps[0]['jsd_reg'] > 1e-3
-  _, (bucket,) = learner.learn(fresh(adapters), teachers, [with_update(few, loss=Sdpo(topk=K))])
+  assert full.steps[0]['loss'] == pytest.approx(full.steps[0]['pg_loss'] + 0.5 * full.steps[0]['jsd_reg'])
+  assert full.steps[0]['jsd_reg'] > 1e-3
+  _, (bucket,) = learn(learner, fresh(adapters), teachers, [with_update(few, loss=Sdpo(topk=K))])
   assert 'only their total probability' in bucket.warnings[0]
 
 
@@ -382,14 +386,14 @@ def test_a_token_that_the_teacher_has_said_nothing_of_has_the_floor_and_is_count
   said[0] = -np.inf
   ids, log_probs = np.tile(np.arange(3, dtype=np.int32), (length, 1)), np.full((length, 3), -2.0, np.float32)
   given = dataclasses.replace(each, teacher_prompt=None, taught=Taught(ids, log_probs, said))
-  _, (found,) = learner.learn(fresh(adapters), teachers, [task_of(0, [given], loss=JsdPg(floor=-9.0))])
+  _, (found,) = learn(learner, fresh(adapters), teachers, [task_of(0, [given], loss=JsdPg(floor=-9.0))])
   assert found.steps[0]['floored_fraction'] == pytest.approx(1 / length)
   np.testing.assert_array_equal(found.said[0].teacher_log_probs, np.where(np.isneginf(said), -9.0, said))
 
 
 def gradient_of(learner, adapters, teachers, task):
   """Return the first moments after one step of Adam, (1 − β₁) times the gradient."""
-  state, _ = learner.learn(fresh(adapters), teachers, [task])
+  state, _ = learn(learner, fresh(adapters), teachers, [task])
   mu = training_pool.slot_of(state, task.slot).moments.mu
   return jax.tree.map(lambda leaf: np.asarray(leaf) / (1 - task.update.optimizer.beta1), mu)
 
@@ -403,15 +407,15 @@ def test_a_teacher_that_reads_and_knows_the_same_teaches_nothing(adapters, learn
   each = lesson(11)
   each = dataclasses.replace(each, teacher_prompt=each.prompt)
   still = AdamW(weight_decay=0.0)
-  _, (found,) = learner.learn(fresh(adapters), pool, [task_of(2, [each], teacher=1, loss=loss, optimizer=still)])
+  _, (found,) = learn(learner, fresh(adapters), pool, [task_of(2, [each], teacher=1, loss=loss, optimizer=still)])
   [said] = found.said
   for name in ('advantages', 'divergence'):
     np.testing.assert_allclose(getattr(said, name), 0, atol=1e-6)
   np.testing.assert_allclose(said.log_probs_before, said.teacher_log_probs, rtol=1e-6, atol=1e-6)
   assert found.steps[0]['grad_norm'] < 1e-4
   # And the model without an adapter does not agree with the adapter.
-  _, (other,) = learner.learn(
-    fresh(adapters), pool, [task_of(2, [each], teacher=NO_MEMBER, loss=loss, optimizer=still)]
+  _, (other,) = learn(
+    learner, fresh(adapters), pool, [task_of(2, [each], teacher=NO_MEMBER, loss=loss, optimizer=still)]
   )
   assert other.said[0].divergence.max() > 1e-3
 
@@ -419,8 +423,8 @@ def test_a_teacher_that_reads_and_knows_the_same_teaches_nothing(adapters, learn
 def test_slots_without_a_task_keep_every_bit_and_the_others_do_not_depend_on_company(adapters, teachers, learner):
   task = task_of(1, [lesson(21), lesson(22)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)
   other = task_of(2, [lesson(23)], teacher=1, loss=JsdPg(), optimizer=OPTIMIZER)
-  alone, (first,) = learner.learn(fresh(adapters), teachers, [task])
-  both, (second, _) = learner.learn(fresh(adapters), teachers, [task, other])
+  alone, (first,) = learn(learner, fresh(adapters), teachers, [task])
+  both, (second, _) = learn(learner, fresh(adapters), teachers, [task, other])
   for slot in (0, 2):
     jax.tree.map(
       np.testing.assert_array_equal,
@@ -433,8 +437,8 @@ def test_slots_without_a_task_keep_every_bit_and_the_others_do_not_depend_on_com
 
 
 def test_later_requests_compile_nothing(adapters, teachers, learner):
-  state, _ = learner.learn(
-    fresh(adapters), teachers, [task_of(0, [lesson(31)], loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)]
+  state, _ = learn(
+    learner, fresh(adapters), teachers, [task_of(0, [lesson(31)], loss=Sdpo(topk=K), optimizer=OPTIMIZER, steps=2)]
   )
   names = []
 
@@ -445,7 +449,7 @@ def test_later_requests_compile_nothing(adapters, teachers, learner):
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     changed = dataclasses.replace(OPTIMIZER, learning_rate=1e-4, beta2=0.99)
-    learner.learn(state, teachers, [task_of(1, [lesson(31)], teacher=0, loss=JsdPg(alpha=0.6), optimizer=changed)])
+    learn(learner, state, teachers, [task_of(1, [lesson(31)], teacher=0, loss=JsdPg(alpha=0.6), optimizer=changed)])
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert names == []
@@ -455,7 +459,7 @@ def test_a_gradient_that_is_not_finite_is_said_and_changes_nothing(adapters, tea
   broken = dataclasses.replace(lesson(41), sampling_log_probs=None, advantage=3e38)
   task = task_of(0, [broken], teacher=0, loss=Sdpo(topk=K, policy_weight=1e9), optimizer=OPTIMIZER)
   fine = task_of(1, [lesson(42)], teacher=0, loss=Sdpo(topk=K), optimizer=OPTIMIZER)
-  state, (first, second) = learner.learn(fresh(adapters), teachers, [task, fine])
+  state, (first, second) = learn(learner, fresh(adapters), teachers, [task, fine])
   assert not first.stepped and second.stepped
   jax.tree.map(
     np.testing.assert_array_equal, training_pool.slot_of(state, 0), training_pool.slot_of(fresh(adapters), 0)

@@ -145,12 +145,14 @@ def test_what_is_removed_no_longer_counts_against_its_payer():
 
 def test_payers_that_are_gone_are_forgotten():
   shares = Shares()
-  shares.enter(EVE, ())
+  shares.enter(EVE)
   for number in range(1000):
     payer = Payer(str(number))
-    shares.enter(payer, (EVE,))
+    shares.enter(payer)
     shares.charge(payer, 1)
+    shares.leave(payer)
     shares.charge(EVE, 2)
   assert len(shares) < 5
-  shares.enter(ADA, ())
+  shares.leave(EVE)
+  shares.enter(ADA)
   assert len(shares) == 0

@@ -1,5 +1,6 @@
 """All that an owner can do, on a real engine and a real store; what is another's is not there, whatever is asked."""
 
+import collections
 import concurrent.futures
 import contextlib
 import inspect
@@ -185,9 +186,37 @@ def test_what_a_request_may_spend_is_asked_for_before_and_given_back(service):
   spent = []
   account = Account(service, 'spender', Call(spend=lambda kind, tokens: spent.append((kind, tokens))))
   found = sample(account, 'base', n=2)
-  assert spent[0] == ('sampled', 16) and sum(tokens for _, tokens in spent) == sum(len(one.tokens) for one in found)
+  assert spent == [('sampled', 16)]
+  account.call.closing.close()
+  assert sum(tokens for _, tokens in spent) == sum(len(one.tokens) for one in found)
   account.score(account.resolve('base'), [ROW])
   assert spent[-1] == ('scored', 7)
+
+
+@pytest.mark.parametrize('end', ['left', 'late', 'never begun'])
+def test_what_was_not_drawn_of_a_request_that_failed_is_given_back(service, end):
+  """What was drawn until then is paid for."""
+  spent = collections.Counter()
+  call = Call(0.0 if end == 'never begun' else None, lambda kind, tokens: spent.update({kind: tokens}))
+  account = Account(service, 'spender', call)
+  prompt = service.prompt_of(messages=HELLO)
+  sampling = account.sample(
+    account.resolve('base'), prompt, n=20, options=SampleOptions(seed=1), drafts=True, messages=HELLO
+  )
+  assert spent['sampled'] == 160
+  if end == 'never begun':
+    account.call.closing.close()
+    assert spent['sampled'] == 0
+    return
+  next(events := iter(sampling))
+  call.end(Deadline('late') if end == 'late' else None)
+  with pytest.raises(ServiceError):
+    collections.deque(events, maxlen=0)
+  call.closing.close()
+  assert 0 < spent['sampled'] < 160
+  with pytest.raises(Deadline):
+    Account(service, 'spender', Call(0.0, call.spend)).score(account.resolve('base'), [ROW])
+  assert spent['scored'] == 0
 
 
 def test_a_request_that_has_ended_changes_nothing_and_gets_nothing(service, ada):

@@ -9,7 +9,7 @@ import pytest
 
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.serving.allowances import KINDS, Allowances, TokenBucket
-from sdpo_jax.serving.errors import Busy, StorageFailed
+from sdpo_jax.serving.errors import Busy, InvalidRequest, StorageFailed
 from sdpo_jax.serving.store.database import Database
 
 DAY = 86400
@@ -103,6 +103,30 @@ def test_a_day_ends_at_midnight_in_utc(world, unit, kind):
   world.now += 1
   allowances.spend('a', kind, 10)
   assert allowances.used('a')['day'] == NONE | {kind: 10}
+
+
+def test_what_requests_under_way_have_reserved_is_soon_free_or_used(world):
+  """Only what is used for good makes others wait until it is midnight, or until a bucket has filled."""
+  for limits, later in (({'tokens_per_day': 100}, DAY / 2), ({'tokens_per_minute': 60, 'burst_tokens': 100}, 60)):
+    made = world.make(**{'tokens_per_minute': None, 'tokens_per_day': None} | limits)
+    key = str(later)
+    made.spend(key, 'sampled', 90, reserve=True)
+    with pytest.raises(Busy) as refused:
+      made.spend(key, 'learned', 70)
+    assert refused.value.retry_after == 1.0
+    made.spend(key, 'sampled', -20, reserve=True)
+    made.settle(key, {'sampled': 70})
+    with pytest.raises(Busy) as refused:
+      made.spend(key, 'learned', 90)
+    assert refused.value.retry_after == pytest.approx(later)
+    made.spend(key, 'learned', 30)
+
+
+def test_what_never_fits_into_a_day_is_refused_for_good(world):
+  made = world.make(tokens_per_day=100)
+  with pytest.raises(InvalidRequest, match=r'may use 101 tokens, more than serve\.limits\.tokens_per_day=100'):
+    made.spend('a', 'sampled', 101)
+  made.spend('a', 'sampled', 100)
 
 
 def test_what_is_taken_back_after_midnight_gives_no_credit(world):

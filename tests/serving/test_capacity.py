@@ -1,6 +1,7 @@
 """Places that keys share, and permits that they get in turns."""
 
 import collections
+import functools
 import threading
 
 from hypothesis import given
@@ -8,8 +9,9 @@ from hypothesis import strategies as st
 import pytest
 
 from sdpo_jax.rollout.fair_queue import Payer
+from sdpo_jax.serving import capacity
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.capacity import Capacity, FairSemaphore
+from sdpo_jax.serving.capacity import Capacity, FairSemaphore, Turns
 from sdpo_jax.serving.errors import Cancelled, Deadline
 
 LONG = 30.0  # Seconds that no test takes.
@@ -46,6 +48,22 @@ def test_one_key_has_no_more_than_its_limit_and_the_only_one_has_all():
   assert [only.take('a') for _ in range(4)] == [True, True, True, False]
 
 
+def test_those_who_are_refused_are_asked_back_one_by_one_as_fast_as_others_end(monkeypatch):
+  now = [0.0]
+  monkeypatch.setattr(capacity.time, 'monotonic', lambda: now[0])
+  places = Capacity(4)
+  assert places.take('a') and places.take('a') and places.refused('a') == 1.0
+  for _ in range(60):  # One ends every half second.
+    now[0] += 0.5
+    places.let_go('a')
+    places.take('a')
+  waits = [places.refused('a') for _ in range(100)]
+  assert waits[:3] == pytest.approx([1.0, 1.5, 2.0], abs=0.1) and max(waits) == pytest.approx(30.0, abs=0.1)
+  assert places.refused('b') == 1.0  # Others have come in vain less often.
+  now[0] += 100.0
+  assert places.refused('a') == 1.0
+
+
 def test_permits_go_to_payers_in_turns_and_never_to_more_than_there_are():
   semaphore, order, inside, most = FairSemaphore(1), [], [], []
   go_on = threading.Event()
@@ -76,10 +94,32 @@ def queue_of(semaphore):
   return [turn for turns in semaphore._waiting.values() for turn in turns]  # noqa: SLF001 (Nothing else tells.)
 
 
+@pytest.mark.parametrize('waits_for', [FairSemaphore(1).of, functools.partial(Turns().of, 'a')])
+def test_who_leaves_while_waiting_is_woken_and_holds_no_place_in_the_queue(waits_for):
+  gone, told, inside = Call(), [], []
+
+  def wait(call):
+    try:
+      with waits_for(call):
+        inside.append(call)
+    except Cancelled as error:
+      told.append(error)
+
+  threads = [threading.Thread(target=wait, args=(call,)) for call in (gone, Call())]
+  with waits_for(Call()):
+    for thread in threads:
+      thread.start()
+    gone.end()
+    threads[0].join(LONG)
+    assert not threads[0].is_alive() and len(told) == 1  # Though the permit is still taken.
+  threads[1].join(LONG)
+  assert len(inside) == 1 and gone not in inside
+
+
 def test_who_leaves_or_is_late_takes_no_permit():
   semaphore = FairSemaphore(1)
   with semaphore.of(Call()):
-    with pytest.raises(Deadline, match='Other feedbacks'), semaphore.of(Call(deadline=0.0)):
+    with pytest.raises(Deadline, match='Other requests'), semaphore.of(Call(deadline=0.0)):
       pass
     assert not queue_of(semaphore)
   gone = Call()

@@ -1,6 +1,7 @@
 """Many adapters in one process: what each gets is its own, whatever the others do, and versions never change."""
 
 from concurrent import futures
+import contextlib
 import dataclasses
 import re
 import types
@@ -278,6 +279,35 @@ def test_the_average_is_the_closed_form(model, tmp_path):
   jax.tree.map(
     lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), engine.factors('0@3', 'average'), expected
   )
+
+
+def test_a_feedback_learned_in_pieces_is_the_one_learned_at_once(model, tmp_path):
+  """To the last bit, whatever other versions and its own are used for between two pieces; a dropped one is none."""
+  engine, calm = start(model, tmp_path / 'shelf'), start(model, tmp_path / 'calm')
+  asked = [feedback('0@0', '0@1', teacher='average'), feedback('1@0', '1@1', teacher='version:2@0')]
+  update = dataclasses.replace(asked[0].update, steps=3)
+  asked = [dataclasses.replace(each, update=update, lessons=[lesson(at) for at in range(3)]) for each in asked]
+  expected = [dataclasses.asdict(each) for each in calm.learn(asked)]
+  before, drawn = fingerprint(engine, '0@0'), []
+  for last in (1, 7, None):
+    pieces, shares = engine.learn_in_pieces(asked), []
+    with pytest.raises(StopIteration) if last is None else contextlib.nullcontext() as ended:
+      while last is None or len(shares) < last:
+        shares.append(next(pieces))
+        version = f'{len(shares) % 5}@0'
+        engine.score(version, [([1, 2, 3], [4, 5])])
+        drawn.append((version, sample(engine, version, 1)))
+        assert '0@1' not in engine and '1@1' not in engine
+    pieces.close()
+    if last is not None:
+      assert fingerprint(engine, '0@0') == before
+  assert sum(shares) == pytest.approx(1) and len(shares) == 3 * 5  # Micro-batches, and passes over each.
+  jax.tree.map(np.testing.assert_array_equal, [dataclasses.asdict(each) for each in ended.value.value], expected)
+  for name in ('0@1', '1@1', optimizer_name('0@1'), optimizer_name('1@1')):
+    for key, array in calm.arrays(name).items():
+      np.testing.assert_array_equal(engine.arrays(name)[key], array)
+  for version, done in drawn[:5]:
+    np.testing.assert_array_equal(done[0].tokens, sample(calm, version, 1)[0].tokens)
 
 
 def test_what_is_not_to_be_kept_leaves_nothing(model, tmp_path):

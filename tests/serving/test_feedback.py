@@ -304,7 +304,7 @@ def test_a_trial_says_what_a_commit_does_and_changes_nothing(ada):
 
 
 def break_learn(service, monkeypatch):
-  monkeypatch.setattr(Engine, 'learn', fail)
+  monkeypatch.setattr(Engine, 'learn_in_pieces', fail)
 
 
 def break_measure(service, monkeypatch):

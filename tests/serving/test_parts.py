@@ -12,8 +12,10 @@ import pytest
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.models.adapters import lora
+from sdpo_jax.rollout.fair_queue import SERVICE
 from sdpo_jax.serving import differences, records, service_state
-from sdpo_jax.serving.call import Call, Turns
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import Turns
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
 from sdpo_jax.serving.sample_requests import DraftText, finished_text
 from sdpo_jax.serving.service_state import EventLog
@@ -72,7 +74,7 @@ def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():
       threads.append(threading.Thread(target=change, args=(number,)))
       threads[-1].start()
       waiting[number].wait()
-      while len(turns._queues['a']) < number + 2:  # noqa: SLF001 (Nothing else tells who waits.)
+      while turns._wanted['a'] < number + 2 or len(turns._locks['a']._waiting[SERVICE]) <= number:  # noqa: SLF001
         pass
     with pytest.raises(Deadline), turns.of('a', Call(deadline=time.monotonic())):
       pass

@@ -14,9 +14,9 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning.learner import Learned
-from sdpo_jax.learning.requests import Lesson
+from sdpo_jax.learning.requests import Lesson, UpdateOptions
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.rollout.fair_queue import Payer
+from sdpo_jax.rollout.fair_queue import Payer, Shares
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.slots import Slots
@@ -31,6 +31,7 @@ SETTINGS = EngineSettings(
   (8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, kept_prefixes=0, memory_bytes=800
 )
 LONG = 10.0  # Seconds that no test takes.
+ADA, BOB = Payer('ada'), Payer('bob')
 
 
 @pytest.fixture(scope='module')
@@ -45,6 +46,7 @@ class Stand:
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()
+    self.shares = Shares()
     self.begun = collections.Counter()  # Samples of a version since it got its place.
     self.broken = collections.Counter()  # Calls of a method until it fails; negative: it fails from then on.
     self.gates = {}  # Events that a method waits for.
@@ -143,19 +145,24 @@ class Stand:
       found.append(Scored(said, said, wide, wide, None if ids is None else ids[at]))
     return found
 
-  def learn(self, feedback):
+  def learn_in_pieces(self, feedback, keep):
     self._called('learn', *[each.new for each in feedback])
     if any(not each.lessons for each in feedback):
       raise UserError('There is nothing to learn from.')
-    for each in feedback:
-      self.versions[each.new] = {'of': each.version}
+    steps = max(each.update.steps for each in feedback)
+    for _ in range(steps if steps > 1 else 0):  # A piece for each of several steps, unlike an engine.
+      self._called('piece')
+      yield 1 / steps
+    for index, each in enumerate(feedback):
+      if keep(index, None):
+        self.versions[each.new] = {'of': each.version}
     return [Learned([], [{'stepped': True, 'grad_norm': 1.0}]) for _ in feedback]
 
 
 class Drawing:
   def __init__(self, version, turns):
     self.version, self.turns, self.cancelled = version, turns, False
-    self.left = 1  # Samples.
+    self.left, self.drawn = 1, 0  # Samples, and tokens of them.
     self._future = concurrent.futures.Future()
 
   def end(self, error):
@@ -294,6 +301,52 @@ def test_feedback_and_samples_take_turns(made):
   assert len(asked[-1].result()) == 11
 
 
+def test_samples_go_on_while_a_long_feedback_is_learned(made):
+  """A payer's long feedback is learned in pieces, between which another one's tokens are drawn."""
+  for version in ('own', 'other'):
+    put(made.worker, version, {})
+  gates = held(made, 'piece')
+  learned = made.worker.learn(lessons('own', update=UpdateOptions(steps=60)), payer=ADA)
+  until(lambda: made.log[-1] == ('piece',))
+  handles = [made.worker.sample(version, [1], max_tokens=3, payer=BOB) for version in ('own', 'other')]
+  gates['piece'].set()
+  assert [handle.result()[0].text for handle in handles] == ['own', 'other'] and learned.result(LONG).stepped
+  last = max(at for at, each in enumerate(made.log) if each == ('turn',))
+  assert made.log[last:].count(('piece',)) > 10
+  kinds = [each[0] for each in made.log if each[0] in ('piece', 'turn')]
+  assert 'turn piece turn piece turn' in ' '.join(kinds)  # Little was done for Bob.
+
+
+@pytest.mark.parametrize('end', ['cancelled', 'late', 'failed', 'stopped'])
+def test_a_feedback_that_ends_while_it_is_learned_changes_nothing(made, end):
+  put(made.worker, 'own', {})
+  gates = held(made, 'piece')
+  learned = made.worker.learn(lessons('own', update=UpdateOptions(steps=1000)), deadline=5.0)
+  until(lambda: made.log[-1] == ('piece',))
+  with pytest.raises(UserError):
+    made.engine.arrays('own+')
+  if end == 'cancelled':
+    assert learned.cancel()
+  elif end == 'late':
+    made.now = 6.0
+  elif end == 'failed':
+    made.engine.broken['piece'] = 3
+  with concurrent.futures.ThreadPoolExecutor() as threads:
+    if end == 'stopped':
+      ended = threads.submit(made.worker.stop, 0.0)
+      until(lambda: refuses(made.worker))
+    gates['piece'].set()
+    if end == 'stopped':
+      ended.result(LONG)
+  errors = {'cancelled': concurrent.futures.CancelledError, 'late': Deadline, 'failed': ServiceError}
+  with pytest.raises(errors.get(end, NotReady)):
+    learned.result(LONG)
+  until(lambda: made.worker.stats['unfinished'] == 0)
+  assert 'own+' not in made.engine.versions and made.log.count(('piece',)) < 100
+  if end != 'stopped':  # The version can learn from the next one.
+    assert made.worker.learn(lessons('own')).result(LONG).stepped and 'own+' in made.engine.versions
+
+
 def test_what_waits_together_is_done_together(made):
   for version in range(4):
     put(made.worker, f'own{version}', {})
@@ -372,9 +425,6 @@ def test_a_version_is_loaded_only_when_rows_would_be_empty(made):
   assert [each[1] for each in made.log if each[0] == 'submit'] == ['1@0', '1@0', '1@0', BASE, '2@0']
 
 
-ADA, BOB = Payer('ada'), Payer('bob')
-
-
 def test_learning_and_scoring_go_to_payers_in_turns_in_small_batches(made):
   """Ada's five feedbacks wait when Bob's two come; a batch has as many as a micro-batch has rows."""
   for version in range(8):
@@ -388,6 +438,36 @@ def test_learning_and_scoring_go_to_payers_in_turns_in_small_batches(made):
   assert len(concurrent.futures.wait([first, *learned], LONG).done) == 8
   batches = [each[1:] for each in made.log if each[0] == 'learn']
   assert batches == [('own0+', 'own5+'), ('own1+', 'own6+'), ('own2+', 'own3+'), ('own4+',)]
+
+
+def test_sampling_and_learning_are_paid_from_one_account(made):
+  """Ada has learned, and Bob has drawn less: his version gets the place that is free next, though she came first.
+
+  What a payer has drawn counts as much when both want to learn.
+  """
+  for version in '1234':
+    put(made.worker, version, {})
+  gates = held(made, 'turn')
+  busy = [made.worker.sample(version, [1], max_tokens=2) for version in '12']
+  until(lambda: made.log[-1] == ('turn',))
+  waiting = [made.worker.sample(version, [1], max_tokens=1, payer=payer) for version, payer in (('3', ADA), ('4', BOB))]
+  until(lambda: len(queued(made.worker)) == 2)
+  made.engine.shares.charge(ADA, 1000)
+  gates['turn'].set()
+  for handle in (*busy, *waiting):
+    handle.result()
+  assert [each[1] for each in made.log if each[0] == 'submit'] == ['1', '2', '4', '3']
+  gates = held(made, 'score', 'turn')
+  made.worker.score(BASE, [([1], [2])])
+  until(lambda: made.log[-1][0] == 'score')
+  made.worker.sample(BASE, [1], max_tokens=1)
+  learned = [made.worker.learn(lessons(version, count=2), payer=payer) for version, payer in (('3', ADA), ('4', BOB))]
+  gates['score'].set()
+  until(lambda: made.log[-1] == ('turn',))
+  made.engine.shares.charge(ADA, 1000)  # What she has drawn.
+  gates['turn'].set()
+  assert len(concurrent.futures.wait(learned, LONG).done) == 2
+  assert [each[1] for each in made.log if each[0] == 'learn'] == ['4+', '3+']
 
 
 def test_one_payer_is_served_in_order_and_in_large_batches(made):
@@ -602,6 +682,20 @@ def test_a_failure_of_the_engine_is_told_and_overcome(made, method, lasting):
   for version in ('own', '1@0', BASE):
     assert worker.sample(version, [1], max_tokens=1).result()[0].text == version
   assert worker.learn(lessons('own', 'next')).result(LONG).stepped
+
+
+def test_what_was_drawn_is_counted_unless_the_engine_has_failed(made):
+  gates = held(made, 'turn')
+  handle = made.worker.sample(BASE, [1], max_tokens=3)
+  assert handle.drawn == 0
+  until(lambda: made.log[-1] == ('turn',))
+  made.engine.drawings[0].drawn = 7
+  assert handle.drawn == 7
+  made.engine.broken['turn'] = 1
+  gates['turn'].set()
+  with pytest.raises(NotReady):
+    handle.result()
+  assert handle.drawn == 0
 
 
 def test_an_engine_that_cannot_be_made_again_is_said(made):

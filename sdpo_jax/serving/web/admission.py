@@ -103,7 +103,8 @@ class GateRequest:
   body: bytes = b''
   quiet: bool = False  # Whether only unexpected responses are logged, as for health checks.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
-  tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  # Tokens by kind, and feedbacks, as `Call.spend` counts them.
+  spent: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
   def header(self, name: str) -> str | None:
     """Return the value of a header, given in lower case; None: it was not sent.

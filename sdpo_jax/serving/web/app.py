@@ -11,6 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
+from sdpo_jax.files import as_json
 from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokenizer_routes
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import operation
@@ -58,12 +59,13 @@ def make_app(
 
 def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, needs_key: bool) -> list[Route]:
   """Return the routes about the state of the service and its API."""
-  cached: dict[str, Any] = {}
+  cached: dict[str, Any] = {}  # Bodies by the names of their kinds.
 
-  def document(request: Request) -> dict[str, Any]:
+  def described_as(kind: str, request: Request) -> Any:
     if not cached:
-      cached.update(openapi.document(request.app.routes, title=TITLE, version=VERSION, needs_key=needs_key))
-    return cached
+      document = openapi.document(request.app.routes, title=TITLE, version=VERSION, needs_key=needs_key)
+      cached.update(json=as_json(document), html=openapi.page(document))
+    return cached[kind]
 
   @operation(summary='Report that the process is alive.', open=True, probe=True)
   async def healthz(request: Request) -> Response:
@@ -90,14 +92,14 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
 
   @operation(summary='Return all routes and fields as an OpenAPI document.', open=True)
   async def described(request: Request) -> Response:
-    return JSONResponse(document(request))
+    return Response(described_as('json', request), media_type='application/json')
 
   @operation(summary='Show all routes and fields on an HTML page.', answers='text/html', open=True)
   async def docs(request: Request) -> Response:
     policy = (
       "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return HTMLResponse(openapi.page(document(request)), headers={'Content-Security-Policy': policy})
+    return HTMLResponse(described_as('html', request), headers={'Content-Security-Policy': policy})
 
   return [
     Route('/healthz', healthz, methods=['GET']),

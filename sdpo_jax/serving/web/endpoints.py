@@ -6,6 +6,7 @@ Most handlers are plain functions that run in the thread pool, on validated inpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import dataclasses
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
   from sdpo_jax.serving.web.telemetry import Metrics
 
+_LARGE = 2**16  # Bytes of a body that is parsed while no other one of that size is.
 JSON, SSE = 'application/json', 'text/event-stream'
 _ETAG = re.compile(r'"(\d{1,9})"')
 _Handler = TypeVar('_Handler', bound=Callable[..., Any])
@@ -48,6 +50,7 @@ class Operation:
   open: bool = False  # Whether it needs no key, and works before the service is ready.
   probe: bool = False  # Whether it is called so often that the log omits it.
   observes: bool = False  # Whether it needs only a key, and works before the service is ready.
+  cheap: bool = False  # Whether it has a place even where all of those for work are taken.
   endless: bool = False  # Whether it streams until the client disconnects.
   # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even if there
   # are keys.
@@ -149,8 +152,10 @@ def route(
   known = Operation(**values)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
+    state, alone = request.state, known.body is not None and len(content) > _LARGE
     try:
-      body = content if known.body is None else known.body.model_validate_json(content or b'{}')
+      with state.account.service.parsing.of(state.call) if alone else contextlib.nullcontext():
+        body = content if known.body is None else known.body.model_validate_json(content or b'{}')
     except pydantic.ValidationError as error:
       raise invalid(error, known.body.model_fields) from error
     asked = incoming(request, body)

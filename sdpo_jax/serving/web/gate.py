@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import re
 import secrets
 import threading
@@ -61,6 +62,7 @@ from sdpo_jax.serving.web.telemetry import Log, Metrics
 LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
 _LOCAL = ApiKey(LOCAL_OWNER, '', LOCAL_OWNER, LOCAL_OWNER, 0.0)
 GRACE = 5.0  # Seconds after its time limit within which a handler may still respond.
+_CHEAP = 32  # Requests at once that cost little and wait for nothing; the senders of others leave them alone.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
@@ -162,12 +164,15 @@ class Gate:
     self._routes = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
     self._keys, self._log, self._metrics = keys, log, metrics
     http = settings.http
-    self._counting = threading.Lock()  # Guards the token counts of requests.
-    per_key, shared = settings.limits.max_requests_per_key, keys is not None
-    self._places = Capacity(http.max_requests, per_key=per_key, shared=shared)
-    self._endless_places = Capacity(max(1, http.max_requests // 4), per_key=per_key, shared=shared)
-    self._reading = Capacity(2 * http.max_requests, shared=shared)  # Bodies that arrive.
-    self._bytes = Capacity(int(http.max_bodies_mb * 2**20), shared=shared)  # Of bodies in memory.
+    self._counting = threading.Lock()  # Guards what requests have spent.
+    shared = keys is not None
+    per_key = settings.limits.max_requests_per_key if shared else None
+    capacity = functools.partial(Capacity, shared=shared)
+    self._places = capacity(http.max_requests, of='requests under way', per_key=per_key)
+    self._endless_places = capacity(max(1, http.max_requests // 4), of='streams under way', per_key=per_key)
+    self._cheap_places = Capacity(_CHEAP, of='requests for usage, metrics and pages')
+    self._reading = capacity(2 * http.max_requests, of='bodies that arrive')
+    self._bytes = capacity(int(http.max_bodies_mb * 2**20), of='bytes of bodies in memory (serve.http.max_bodies_mb)')
     self._endless: set[Call] = set()
     self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url))
     self._origins = Origins(http, keyed=keys is not None)
@@ -180,7 +185,7 @@ class Gate:
       return
     if not self._threads:
       self._threads = True
-      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + 16
+      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
       anyio.to_thread.current_default_thread_limiter().total_tokens = threads
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
@@ -197,9 +202,9 @@ class Gate:
       with contextlib.suppress(OSError):
         await answer.json(failed.status, failed.body, failed.headers)
     finally:
-      seconds = time.monotonic() - began
+      seconds, tokens = time.monotonic() - began, {kind: request.spent[kind] for kind in TOKENS if request.spent[kind]}
       self._lifetime.under_way -= 1
-      self._metrics.end(request.route, request.method, answer.status, seconds, request.tokens)
+      self._metrics.end(request.route, request.method, answer.status, seconds, tokens)
       if not request.quiet or answer.status not in (200, 503):
         self._log_of(request).write(
           'request',
@@ -213,7 +218,7 @@ class Gate:
           bytes_in=len(request.body),
           bytes_out=answer.size,
           key=request.key,
-          tokens={kind: count for kind, count in request.tokens.items() if count},
+          tokens=tokens,
         )
 
   async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
@@ -227,7 +232,7 @@ class Gate:
     if route is not None:
       request.route, request.quiet, request.secret = route.path, operation.probe, operation.secret
     if operation.open:
-      await self._app(scope, receive, answer)
+      await self._show(scope, receive, answer, None if operation.probe else (scope.get('client') or [''])[0])
       return
     sender = _LOCAL if self._keys is None else self._sender(self._keys, request)
     owner, request.key = sender.owner, sender.id
@@ -238,7 +243,7 @@ class Gate:
     state: MutableMapping[str, Any] = scope.setdefault('state', {})
     if operation.observes:
       state['sender'] = sender
-      await self._app(scope, receive, answer)
+      await self._show(scope, receive, answer, request.key)
       return
     self._lifetime.touch()
     request.adapter = params.get('adapter')
@@ -249,10 +254,10 @@ class Gate:
     service = self._lifetime.service()
     http = self._settings.http
     seconds = None if operation.endless else time_limit(request.header('x-deadline-ms'), http.deadline_s)
-    places = self._endless_places if operation.endless else self._places
+    places = self._cheap_places if operation.cheap else self._endless_places if operation.endless else self._places
     # What a key has no place for is refused unread. A place is taken once the body is there: slow senders hold none.
     if not places.has_room(request.key):
-      raise _full(places)
+      raise _full(places, request.key)
     task: asyncio.Task[None] | None = None
     with contextlib.ExitStack() as held:
       if not await self._read(receive, request, held):
@@ -261,7 +266,9 @@ class Gate:
       service.allowances.spend(request.key, 'requests', 1)
       deadline = None if seconds is None else time.monotonic() + seconds
       spend = functools.partial(self._spend, service.allowances, request)
+      held.callback(service.allowances.settle, request.key, request.spent)
       call = Call(deadline, spend, Payer(sender.id, sender.weight))
+      held.enter_context(call.closing)
       account = Account(service, owner, call)
       state |= {
         'account': account,
@@ -291,6 +298,13 @@ class Gate:
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
       await self._wait(task, call, seconds)
+
+  async def _show(self, scope: Scope, receive: Receive, answer: GateResponse, sender: str | None) -> None:
+    """Let a handler that needs no account respond; None: it needs no place either."""
+    with contextlib.ExitStack() as held:
+      if sender is not None:
+        _take(self._cheap_places, sender, held)
+      await self._app(scope, receive, answer)
 
   async def _read(self, receive: Receive, request: GateRequest, held: contextlib.ExitStack) -> bool:
     """Read the body of a request, whose bytes are counted until `held` closes; return whether the client is there."""
@@ -437,25 +451,25 @@ class Gate:
     return NotFound('There is no such address: /openapi.json lists all addresses.')
 
   def _spend(self, allowances: Allowances, request: GateRequest, kind: str, amount: int) -> None:
-    """Take from the allowance of the request's key, and count tokens by kind."""
-    allowances.spend(request.key, kind, amount)
-    if kind in TOKENS:
-      with self._counting:
-        request.tokens[kind] += amount
+    """Take from the allowance of the request's key, and count it by kind."""
+    allowances.spend(request.key, kind, amount, reserve=True)
+    with self._counting:
+      request.spent[kind] += amount
 
 
 def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1) -> None:
   """Take places until `held` closes; raises Busy if the key may not."""
   if not places.take(key, count):
-    raise _full(places)
+    raise _full(places, key)
   held.callback(places.let_go, key, count)
 
 
-def _full(places: Capacity) -> Busy:
+def _full(places: Capacity, key: str) -> Busy:
+  seconds = places.refused(key)
   return Busy(
-    f'You have as many requests under way or bodies in memory as one key may have now, or all {places.limit} places '
-    'are taken: retry in a second.',
-    retry_after=1.0,
+    f'You have as many {places.of} as one sender may have now, or all {places.limit} are taken: retry in '
+    f'{math.ceil(seconds)} seconds.',
+    retry_after=seconds,
   )
 
 

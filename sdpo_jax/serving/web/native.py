@@ -459,7 +459,7 @@ _CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_a
 _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
-  route('GET', '/v1/usage', usage, response=schemas.UsageSaid),
+  route('GET', '/v1/usage', usage, response=schemas.UsageSaid, cheap=True),
   route('GET', f'{ROOT}/adapters', list_adapters, query=PAGED, response=schemas.AdaptersSaid),
   route('POST', f'{ROOT}/adapters', create_adapter, body=schemas.CreateAdapter, **_MADE),
   route(

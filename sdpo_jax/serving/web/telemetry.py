@@ -25,6 +25,7 @@ from sdpo_jax.serving.web.admission import Lifetime
 CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _WRITING = threading.Lock()  # Held while a line is written.
+_METHODS = 'DELETE', 'GET', 'HEAD', 'OPTIONS', 'PATCH', 'POST', 'PUT'
 _LONGEST_BODY = 20_000  # The most characters of a body in the log.
 
 
@@ -110,12 +111,12 @@ class Metrics:
 
     Args:
       route: the pattern of its path, never the path itself.
-      method: its HTTP method.
+      method: its HTTP method; clients may send any word.
       status: the status of the response.
       seconds: the time from the request to the end of its response.
       tokens: the tokens spent, by kind; negative counts are ignored, since counters never decrease.
     """
-    self._requests.labels(route, method, str(status)).inc()
+    self._requests.labels(route, method if method in _METHODS else 'other', str(status)).inc()
     self._seconds.labels(route).observe(seconds)
     for kind, count in tokens.items():
       if count > 0:

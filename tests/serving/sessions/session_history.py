@@ -30,7 +30,8 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.call import Call, Turns
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import Turns
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import AnswersMoved, Reprompting
 from sdpo_jax.serving.records import SampleRecord

@@ -6,13 +6,16 @@ import io
 import json
 import threading
 import types
+from typing import ClassVar
 
+import pydantic
 import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from sdpo_jax.config import ServeConfig
+from sdpo_jax.config import LimitsConfig, ServeConfig
 from sdpo_jax.serving.allowances import Allowances
+from sdpo_jax.serving.capacity import FairSemaphore
 from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
@@ -78,6 +81,7 @@ class Service:
     self.worker = types.SimpleNamespace(ready=ready, failure=None, stats={'waiting': 2})
     self.requests, self.calls = {}, collections.Counter()
     self.store, self.endpoint = RequestStore(self.requests), None
+    self.parsing = FairSemaphore(1)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +102,7 @@ def change(asked):
 def whoami(asked):
   """Whose account it is."""
   asked.call.spend('sampled', 10)
-  asked.call.spend('sampled', -3)
+  asked.call.closing.callback(asked.call.spend, 'sampled', -3)
   return Reply({'owner': asked.account.owner})
 
 
@@ -116,6 +120,25 @@ def wait(asked):
   asked.account.service.calls['ended'] += 1
   asked.call.check()
   return Reply({})
+
+
+class Parsed(pydantic.BaseModel):
+  """A body that says how many are parsed at once, and waits until it may end."""
+
+  text: str
+
+  now: ClassVar[collections.Counter] = collections.Counter()
+  go_on: ClassVar[threading.Event] = threading.Event()
+
+  @pydantic.field_validator('text')
+  @classmethod
+  def parse(cls, text):
+    if len(text) > 10:
+      cls.now['parsing'] += 1
+      cls.now['most'] = max(cls.now['most'], cls.now['parsing'])
+      cls.go_on.wait()
+      cls.now['parsing'] -= 1
+    return text
 
 
 STREAMING = threading.Event()  # The endless stream has begun.
@@ -149,6 +172,8 @@ ROUTES = [
   route('POST', '/v1/continual/broken', broken),
   route('POST', '/v1/broken', broken),
   route('POST', '/v1/continual/wait', wait),
+  route('POST', '/v1/continual/cheap', wait, cheap=True),
+  route('POST', '/v1/continual/parsed', lambda asked: Reply({}), body=Parsed),
   Route('/v1/continual/endless', endless, methods=['GET']),
   route('GET', SESSIONS, whoami, guarded=True),
   route('POST', SESSIONS, open_session, guarded=True, secret=True),
@@ -437,6 +462,16 @@ def test_too_many_tokens_are_refused_with_the_time_to_come_again(tmp_path):
   assert world.client(**{'X-API-Key': bob}).get('/v1/continual/whoami').status_code == 200
 
 
+def test_what_a_request_has_reserved_is_used_for_good_when_it_ends(world):
+  world.service.allowances = Allowances(LimitsConfig(tokens_per_day=16), wall=lambda: 0.0)
+  first, second = (world.client().get('/v1/continual/whoami') for _ in range(2))
+  assert first.status_code == 200 and code(second) == (429, 'busy')
+  assert second.headers['retry-after'] == '3600'  # The most; seven of 16 are used until midnight, and none reserved.
+  world.service.allowances = Allowances(LimitsConfig(tokens_per_day=9))
+  never = world.client().get('/v1/continual/whoami')
+  assert never.status_code == 400 and 'serve.limits.tokens_per_day=9' in never.text
+
+
 def flood(world, count, key, *, parts=(b'{',), ends=False, path='/v1/continual/change/a'):
   """Begin requests whose bodies do not end; return their tasks, and an event with which their senders leave."""
   left, tasks = asyncio.Event(), []
@@ -506,6 +541,8 @@ def test_bodies_in_memory_are_limited_and_freed(tmp_path):
     served, _ = flood(world, 1, bob, parts=(b' ' * 900, b'{}'), ends=True)
     await served[0][0]
     assert statuses(served) == [200] and statuses(slow) == [429]
+    [said] = [sent[1]['body'] for _, sent in slow if sent]
+    assert b'bytes of bodies in memory (serve.http.max_bodies_mb)' in said and b'2900' in said
     left.set()
     await asyncio.gather(*(task for task, _ in slow))
     for _ in range(3):
@@ -537,6 +574,74 @@ def test_a_key_has_its_share_of_places_and_another_always_finds_one(tmp_path):
       assert statuses(again) == [200]
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_only_sender_of_a_service_without_keys_has_all_places():
+  world = World(max_requests=8, max_requests_per_key=2)
+
+  async def run():
+    running, left = flood(world, 9, '', parts=(b'{}',), ends=True, path='/v1/continual/wait')
+    while len(statuses(running)) < 1 or world.service.calls['waiting'] < 8:
+      await asyncio.sleep(0.001)
+    assert statuses(running) == [429]
+    left.set()
+    await asyncio.gather(*(task for task, _ in running))
+
+  asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_what_is_cheap_has_places_of_its_own_that_senders_share(tmp_path):
+  path = tmp_path / 'keys'
+  ada, bob = (add(path, owner, 'key')[0] for owner in ('ada', 'bob'))
+  world = World(KeyFile(path), max_requests=32, max_requests_per_key=2)
+
+  async def run():
+    work, gone = flood(world, 3, ada, parts=(b'{}',), ends=True, path='/v1/continual/wait')
+    while len(statuses(work)) < 1 or world.service.calls['waiting'] < 2:
+      await asyncio.sleep(0.001)
+    running, left = flood(world, 20, ada, parts=(b'{}',), ends=True, path='/v1/continual/cheap')
+    other, away = flood(world, 1, bob, parts=(b'{}',), ends=True, path='/v1/continual/cheap')
+    while len(statuses(running)) < 4 or world.service.calls['waiting'] < 2 + 16 + 1:
+      await asyncio.sleep(0.001)
+    assert b'usage, metrics and pages' in next(sent for _, sent in running if sent)[1]['body']
+    for event in (left, gone, away):
+      event.set()
+    await asyncio.gather(*(task for task, _ in (*running, *work, *other)))
+
+  asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_pages_metrics_and_usage_take_cheap_places_and_health_takes_none(monkeypatch):
+  monkeypatch.setattr(gate, '_CHEAP', 0)
+  client = TestClient(make_app(Service(), ServeConfig(), log=Log(io.StringIO())), base_url=LOCAL)
+  for path in ('/docs', '/openapi.json', '/console', '/metrics', '/v1/usage'):
+    assert client.get(path, follow_redirects=False).status_code == 429, path
+  assert client.get('/healthz').status_code == 200
+
+
+def test_large_bodies_are_parsed_one_at_a_time_and_small_ones_beside_them(world):
+  Parsed.now.clear()
+  Parsed.go_on.clear()
+  large = (b'{"text": "' + b'x' * 2**16 + b'"}',)
+
+  async def run():
+    running, _ = flood(world, 3, '', parts=large, ends=True, path='/v1/continual/parsed')
+    while not Parsed.now['parsing'] or not world.service.parsing._waiting:  # noqa: SLF001 (Nothing else tells.)
+      await asyncio.sleep(0.001)
+    small, _ = flood(world, 1, '', parts=(b'{"text": "x"}',), ends=True, path='/v1/continual/parsed')
+    await small[0][0]
+    assert statuses(small) == [200] and statuses(running) == []
+    Parsed.go_on.set()
+    await asyncio.gather(*(task for task, _ in running))
+    assert statuses(running) == [200] * 3 and Parsed.now['most'] == 1
+
+  asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_method_that_a_client_made_up_is_no_label(world):
+  world.client().request('BREW', '/v1/continual/whoami')
+  assert 'method="other",route="(none)"' in world.metrics.text().decode()
+  assert 'BREW' not in world.metrics.text().decode()
 
 
 def test_metrics_have_the_usage_of_the_own_key_and_of_all_for_the_operator(tmp_path):

@@ -335,7 +335,7 @@ def test_no_answer_tells_where_the_service_keeps_things_or_whom_it_asks(world, m
   for error in (RuntimeError(f'{root}/lib.so'), UserError(f'{root}/shelf/a.safetensors is damaged: restart.')):
     engine = service.worker._engine  # noqa: SLF001 (Nothing else holds it.)
     with monkeypatch.context() as broken:
-      broken.setattr(engine, 'learn', lambda *_, error=error: (_ for _ in ()).throw(error))
+      broken.setattr(engine, 'learn_in_pieces', lambda *_, error=error: (_ for _ in ()).throw(error))
       ask('POST', f'{at}/feedback', (400, 500), json=body)
 
   # Files that are damaged or gone, of a version that the engine has to read.
