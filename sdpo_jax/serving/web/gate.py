@@ -7,7 +7,7 @@ responses and writes the log line. Handlers get `request.state.account`, which o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -293,8 +293,8 @@ class Gate:
           return
         idempotent, answer.held = begun, []
         state['idempotency'] = idempotent
-      handled = self._here_or_there(scope, receive, answer, request, account, idempotent, operation.endless)
-      task = asyncio.create_task(handled)
+      handle = functools.partial(self._handle, scope, receive, answer, request, account, operation.endless)
+      task = asyncio.create_task(self._here_or_there(handle, answer, request, account, idempotent))
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
       await self._wait(task, call, seconds)
@@ -340,35 +340,32 @@ class Gate:
 
   async def _here_or_there(
     self,
-    scope: Scope,
-    receive: Receive,
+    handle: Callable[[ASGIApp, IdempotentRequest | None], Awaitable[None]],
     answer: GateResponse,
     request: GateRequest,
     account: Account,
     idempotent: IdempotentRequest | None,
-    endless: bool,
   ) -> None:
     """Run the handler, and if another replica holds what the request changes, let that one answer it."""
     try:
-      await self._handle(self._app, scope, receive, answer, request, account, idempotent, endless)
+      await handle(self._app, idempotent)
     except NotHolder as error:
       if not error.url or answer.status or MARK in request.headers:
         raise
       account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.
       answer.held = None
-      there = functools.partial(self._forwarding, error.url, request, account.call)
-      await self._handle(there, scope, receive, answer, request, account, None, endless)
+      await handle(functools.partial(self._forwarding, error.url, request, account.call), None)
 
   async def _handle(
     self,
-    app: ASGIApp,
     scope: Scope,
     receive: Receive,
     answer: GateResponse,
     request: GateRequest,
     account: Account,
-    idempotent: IdempotentRequest | None,
     endless: bool,
+    app: ASGIApp,
+    idempotent: IdempotentRequest | None,
   ) -> None:
     """Run the handler; end the request if the client disconnects."""
     call, gone, given = account.call, asyncio.Event(), False
