@@ -229,6 +229,19 @@ def test_requests_have_one_answer_over_replicas(replicas):
   assert one.database.request('ada', one.begin('ada', 'dead', 'another body').id.key).replica == one.leases.replica
 
 
+def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replicas):
+  slow, new, third = (replicas.start(name) for name in ('slow', 'new', 'third'))
+  begun = slow.begin('ada', 'key', 'body')
+  replicas.lose(slow)
+  again = new.begin('ada', 'key', 'body')
+  slow.finish(begun, 200, b'{"late": true}')
+  slow.abandon(begun)
+  with pytest.raises(InFlight):
+    third.begin('ada', 'key', 'body')
+  new.finish(again, 200, b'{}')
+  assert third.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
+
+
 def test_without_the_database_nothing_is_acknowledged_and_then_all_goes_on(postgres, replicas, monkeypatch):  # noqa: F811
   monkeypatch.setattr('sdpo_jax.serving.store.connections._PATIENCE', 1.0)
   store = replicas.start('one')
