@@ -534,6 +534,12 @@ class Store:
       if self._states.get(id) is item:
         del self._states[id]
 
+  def settle_doubtful(self) -> None:
+    """Re-read the adapters whose database entry may be older than their HEAD, since other replicas read only that."""
+    for id in list(self._doubtful):
+      with contextlib.suppress(Damaged, HeldElsewhere), self._alone(id):
+        self._settle(id)
+
   # Retention.
 
   def retain(self, now: float | None = None) -> Retained:
@@ -544,9 +550,7 @@ class Store:
     """
     now = self.clock() if now is None else now
     removed, failed = 0, None
-    for id in list(self._doubtful):
-      with contextlib.suppress(Damaged, HeldElsewhere), self._alone(id):
-        self._settle(id)
+    self.settle_doubtful()
     if self.leases is not None:
       self._adopt()
       self.leases.forget_dead()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import types
 
 import pytest
 
+from sdpo_jax.config import LimitsConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import HeldElsewhere, InFlight, NameTaken, NotFound, StorageFailed
+from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
@@ -240,6 +245,23 @@ def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replica
     third.begin('ada', 'key', 'body')
   new.finish(again, 200, b'{}')
   assert third.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
+
+
+def test_what_the_database_has_missed_follows_without_a_request(replicas, monkeypatch):
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  with monkeypatch.context() as patched:
+
+    def fail(*_):
+      raise StorageFailed('The database is away.')
+
+    patched.setattr(one.database, 'put_head', fail)
+    step(one, adapter, 0)  # HEAD has moved.
+  assert other.adapter('ada', adapter.id).head == 0
+  stopped = threading.Event()
+  stopped.set()
+  Service.tend(types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=one), stopped)
+  assert other.adapter('ada', adapter.id).head == 1
 
 
 def test_without_the_database_nothing_is_acknowledged_and_then_all_goes_on(postgres, replicas, monkeypatch):  # noqa: F811
