@@ -501,17 +501,24 @@ def connect(url: str) -> PostgresConnections:
   connections = PostgresConnections(url)
   with contextlib.ExitStack() as closing:
     closing.callback(connections.close)
+    found = _revision(connections)
+    if found is not None and not migrations.is_known(found):
+      raise UserError(
+        f'serve.store.database={connections.name} was written by a later version of sdpo_jax: install that, or name '
+        'another database, which is then filled from the root.'
+      )
+    # Not in the transaction, which PostgreSQL would end if it took long to import Alembic.
+    migrations.statements(connections.dialect, found)
     with connections.writing(True, 'tables') as rows:
-      [(there,)] = rows.execute("SELECT to_regclass('alembic_version') IS NOT NULL").fetchall()
-      revision = rows.execute('SELECT version_num FROM alembic_version').fetchone()[0] if there else None
-      if revision is not None and not migrations.is_known(revision):
-        raise UserError(
-          f'serve.store.database={connections.name} was written by a later version of sdpo_jax: install that, or name '
-          'another database, which is then filled from the root.'
-        )
-      _upgrade(rows, connections, revision)
+      _upgrade(rows, connections, _revision(connections))
     closing.pop_all()
   return connections
+
+
+def _revision(connections: PostgresConnections) -> str | None:
+  """Return the revision of the tables of a database; None: it has none."""
+  [(there,)] = connections.read("SELECT to_regclass('alembic_version') IS NOT NULL", ())
+  return connections.read('SELECT version_num FROM alembic_version', ())[0][0] if there else None
 
 
 def _open_postgres(url: str, root: str) -> Database:

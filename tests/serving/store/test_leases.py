@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 
+import psycopg
 import pytest
 
 from sdpo_jax.config import LimitsConfig
@@ -15,6 +17,7 @@ from sdpo_jax.serving.errors import HeldElsewhere, InFlight, NameTaken, NotFound
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
+from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
 from tests.serving.store import store_cases
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
@@ -300,6 +303,20 @@ def test_an_empty_database_is_filled_from_the_root_by_one(replicas, postgres):  
     replicas.start('old')
   with again.database.writing(full=True) as rows:
     rows.execute('UPDATE alembic_version SET version_num = ?', (migrations.NEWEST,))
+
+
+def test_no_transaction_waits_until_alembic_is_imported(postgres, monkeypatch):  # noqa: F811
+  url, real = postgres.url(), migrations.statements
+  waiting = "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%alembic%'"
+
+  @functools.cache
+  def statements(*arguments):
+    with psycopg.connect(url) as connection:
+      assert connection.execute(waiting).fetchone() == (0,)
+    return real(*arguments)
+
+  monkeypatch.setattr(migrations, 'statements', statements)
+  connect(url).close()
 
 
 @pytest.mark.parametrize(
