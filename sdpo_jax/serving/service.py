@@ -120,7 +120,7 @@ class Service(ServiceState):
       self.store.close()
 
   def tend(self, stopped: threading.Event) -> None:
-    """Save the usage of keys every second and at the end, and apply the retention settings every `TEND_SECONDS`.
+    """Save the usage of keys and settle what is in doubt, every second and at the end; apply retention more rarely.
 
     It ends when `stopped` is set.
     """
@@ -134,6 +134,8 @@ class Service(ServiceState):
         if saved:
           _logger.exception('The usage of keys could not be saved; this is tried again every second.')
         saved = False
+      with contextlib.suppress(StorageFailed):
+        self.store.settle_doubtful()
       if ends:
         return
       if time.monotonic() >= next_pass:

@@ -114,6 +114,7 @@ class Store:
     """Make a store from open parts; use `open` instead."""
     self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
     self._held, self.leases = held, leases
+    self._replica = '' if leases is None else leases.replica
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
     self._lock = threading.Lock()  # Guards the fields below.
     self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being created.
@@ -524,6 +525,12 @@ class Store:
       if self._states.get(id) is item:
         del self._states[id]
 
+  def settle_doubtful(self) -> None:
+    """Re-read the adapters whose database entry may be older than their HEAD, since other replicas read only that."""
+    for id in list(self._doubtful):
+      with contextlib.suppress(Damaged, NotHolder), self._alone(id):
+        self._settle(id)
+
   # Retention.
 
   def retain(self, now: float | None = None) -> Retained:
@@ -534,9 +541,7 @@ class Store:
     """
     now = self.clock() if now is None else now
     removed, failed = 0, None
-    for id in list(self._doubtful):
-      with contextlib.suppress(Damaged, NotHolder), self._alone(id):
-        self._settle(id)
+    self.settle_doubtful()
     if self.leases is not None:
       self._adopt()
       self.leases.forget_dead()
@@ -937,7 +942,7 @@ class Store:
     return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body))
 
   def _begin(self, owner: str, id: RequestId) -> IdempotentRequest | StoredResponse:
-    since, replica = self.clock() - self.retention.request_ttl_s, '' if self.leases is None else self.leases.replica
+    since, replica = self.clock() - self.retention.request_ttl_s, self._replica
     self._settle_all(owner)  # The request may have made something before it failed.
     row = self.database.request(owner, id.key) if replica else None
     if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
@@ -974,8 +979,7 @@ class Store:
   def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
     """Store the response of a request, for repeats of the request."""
     try:
-      row = self.database.request(request.owner, request.id.key)
-      if row is not None:  # None: its adapter was deleted, and the response with it.
+      if (row := self._own(request)) is not None:
         with self.database.writing() as rows:
           row = dataclasses.replace(row, state='done', status=status, response=response)
           self.database.put_request(rows, request.owner, request.id.key, row)
@@ -985,12 +989,17 @@ class Store:
   def abandon(self, request: IdempotentRequest) -> None:
     """End a request without a response; unless it has made a version, a repeat runs it again."""
     try:
-      row = self.database.request(request.owner, request.id.key)
+      row = self._own(request)
       if row is not None and row.state == 'open':
         with self.database.writing() as rows:
           self.database.drop_request(rows, request.owner, request.id.key)
     finally:
       self._end(request)
+
+  def _own(self, request: IdempotentRequest) -> RequestRow | None:
+    """Return the row of a request; None: it was erased with its adapter, or another replica runs the request now."""
+    row = self.database.request(request.owner, request.id.key)
+    return row if row is not None and row.replica == self._replica else None
 
   def _end(self, request: IdempotentRequest) -> None:
     with self._lock:

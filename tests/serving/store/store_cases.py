@@ -66,6 +66,15 @@ def assert_same(one, other) -> None:
     assert one[name].tobytes() == other[name].tobytes(), name
 
 
+def local_places(folder: pathlib.Path) -> tuple[str, str]:
+  """Return the root and the database of a store in a folder."""
+  return str(folder / 'root'), str(folder / 'database' / 'store.sqlite')
+
+
+places = local_places  # `replicated` puts others in its place.
+
+
 def open_store(folder: pathlib.Path, **options) -> Store:
   """Return a store in a folder."""
-  return Store.open(str(folder / 'root'), folder / 'database' / 'store.sqlite', base=tiny_base(), **options)
+  root, database = places(folder)
+  return Store.open(root, database, base=tiny_base(), **options)

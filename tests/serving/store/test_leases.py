@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
+import types
 
+import psycopg
 import pytest
 
+from sdpo_jax.config import LimitsConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import InFlight, NameTaken, NotFound, NotHolder, StorageFailed
+from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
+from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
 from tests.serving.store import store_cases
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
@@ -230,6 +238,36 @@ def test_requests_have_one_answer_over_replicas(replicas):
   assert one.database.request('ada', one.begin('ada', 'dead', 'another body').id.key).replica == one.leases.replica
 
 
+def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replicas):
+  slow, new, third = (replicas.start(name) for name in ('slow', 'new', 'third'))
+  begun = slow.begin('ada', 'key', 'body')
+  replicas.lose(slow)
+  again = new.begin('ada', 'key', 'body')
+  slow.finish(begun, 200, b'{"late": true}')
+  slow.abandon(begun)
+  with pytest.raises(InFlight):
+    third.begin('ada', 'key', 'body')
+  new.finish(again, 200, b'{}')
+  assert third.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
+
+
+def test_what_the_database_has_missed_follows_without_a_request(replicas, monkeypatch):
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  with monkeypatch.context() as patched:
+
+    def fail(*_):
+      raise StorageFailed('The database is away.')
+
+    patched.setattr(one.database, 'put_head', fail)
+    step(one, adapter, 0)  # HEAD has moved.
+  assert other.adapter('ada', adapter.id).head == 0
+  stopped = threading.Event()
+  stopped.set()
+  Service.tend(types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=one), stopped)
+  assert other.adapter('ada', adapter.id).head == 1
+
+
 def test_without_the_database_nothing_is_acknowledged_and_then_all_goes_on(postgres, replicas, monkeypatch):  # noqa: F811
   monkeypatch.setattr('sdpo_jax.serving.store.connections._PATIENCE', 1.0)
   store = replicas.start('one')
@@ -266,6 +304,20 @@ def test_an_empty_database_is_filled_from_the_root_by_one(replicas, postgres):  
     replicas.start('old')
   with again.database.writing(full=True) as rows:
     rows.execute('UPDATE alembic_version SET version_num = ?', (migrations.NEWEST,))
+
+
+def test_no_transaction_waits_until_alembic_is_imported(postgres, monkeypatch):  # noqa: F811
+  url, real = postgres.url(), migrations.statements
+  waiting = "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%alembic%'"
+
+  @functools.cache
+  def statements(*arguments):
+    with psycopg.connect(url) as connection:
+      assert connection.execute(waiting).fetchone() == (0,)
+    return real(*arguments)
+
+  monkeypatch.setattr(migrations, 'statements', statements)
+  connect(url).close()
 
 
 @pytest.mark.parametrize(
