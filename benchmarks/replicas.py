@@ -44,7 +44,6 @@ from typing import Any
 
 import httpx2
 import numpy as np
-import psycopg
 
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
@@ -362,6 +361,8 @@ class Tormentor:
 
   def held(self, replica: Replica) -> list[str]:
     """Return adapters that a replica holds."""
+    import psycopg
+
     query = "SELECT adapter FROM leases JOIN replicas ON id = replica WHERE url = %s AND adapter LIKE 'ad-%%'"
     with psycopg.connect(self._database) as connection:
       return [id for (id,) in connection.execute(query, (replica.url,)).fetchall()]

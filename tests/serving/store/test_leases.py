@@ -7,7 +7,6 @@ import functools
 import threading
 import types
 
-import psycopg
 import pytest
 
 from sdpo_jax.config import LimitsConfig
@@ -307,6 +306,8 @@ def test_an_empty_database_is_filled_from_the_root_by_one(replicas, postgres):  
 
 
 def test_no_transaction_waits_until_alembic_is_imported(postgres, monkeypatch):  # noqa: F811
+  import psycopg
+
   url, real = postgres.url(), migrations.statements
   waiting = "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' AND query LIKE '%alembic%'"
 
