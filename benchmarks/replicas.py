@@ -483,16 +483,16 @@ class Audit:
     if 'version' not in head:
       self.note('lost', f'{adapter} with {len(changes)} changes: {head}', len(changes))
       return
-    stored, after = {}, -1
+    stored, after = {}, ''
     while True:
-      page = self._same(f'{ROOT}/adapters/{adapter}/versions?limit=1000&after={after}')
+      page = self._same(f'{ROOT}/adapters/{adapter}/versions?limit=1000{after}')
       if 'versions' not in page:
         self.note('lost', f'versions of {adapter}: {page}', len(changes))
         return
       stored |= {each['version']: each for each in page['versions']}
       if not page['has_more']:
         break
-      after = page['last_id']
+      after = f'&after={page["last_id"]}'
     missing = set(range(head['version'] + 1)) ^ stored.keys()
     if missing:
       self.note('gaps', f'{adapter}: {sorted(missing)[:10]}', len(missing))

@@ -68,7 +68,7 @@ def test_an_audit_finds_what_is_lost_doubled_or_missing(audit):
   assert counted(audit) == {'gaps': 1}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_sample_of_the_campaign(postgres):  # noqa: F811 (Skipped without PostgreSQL.)
   command = [sys.executable, '-m', 'benchmarks.replicas', '--replicas=2', '--clients=2', '--torments=kill,pause']
   done = subprocess.run(
