@@ -281,7 +281,6 @@ def test_of_a_stream_that_nobody_reads_to_the_end_no_turn_is_left(world, ends):
   asked = endpoints.Incoming(
     account=Account(world.service, LOCAL_OWNER, call),
     call=call,
-    elsewhere=None,
     body=session_schemas.ProposeRequest.model_validate({'messages': HELLO, 'stream': True, 'seed': 3}),
     path={'session': opened.session['id']},
     adapter=opened.session['adapter'],
