@@ -291,15 +291,10 @@ def recent_losses(store: Store, adapter: AdapterRecord, loss: Mapping[str, Any])
   Feedbacks with another loss or other parameters are left out, since their values are not comparable: a KL is many
   times the Jensen-Shannon divergence of the same two distributions.
   """
-  told, found = jsonable(loss), []
-  for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
-    try:
-      version = store.version(adapter.owner, adapter.id, number)
-    except ServiceError:  # Removed or damaged.
-      continue
-    if version.reason == 'feedback' and version.details['loss'] == told:
-      found.append(version.details['steps'][0]['loss'])
-  return [float(each) for each in found if each is not None]
+  told = jsonable(loss)
+  recent = store.versions(adapter.owner, adapter.id, adapter.head - guards.RECENT)
+  details = [version.details for version in recent if version.reason == 'feedback' and version.details['loss'] == told]
+  return [float(each['steps'][0]['loss']) for each in details if each['steps'][0]['loss'] is not None]
 
 
 @dataclasses.dataclass(frozen=True)

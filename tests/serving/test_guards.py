@@ -121,7 +121,7 @@ def test_only_losses_with_the_same_parameters_are_compared():
       ]
     )
   ]
-  store = types.SimpleNamespace(version=lambda owner, id, number: versions[number])
+  store = types.SimpleNamespace(versions=lambda owner, id, after: versions[max(0, after + 1) :])
   adapter = AdapterRecord('a', 'ada', 'mine', len(versions) - 1, 0.0, {})
   assert recent_losses(store, adapter, loss_said(jsd)) == [0.1, 0.2]
   assert recent_losses(store, adapter, loss_said(kl)) == [2.0]

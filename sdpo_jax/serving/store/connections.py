@@ -169,7 +169,8 @@ class PostgresConnections:
       max_size=_POOL,
       timeout=_PATIENCE,
       reconnect_timeout=_PATIENCE,
-      check=psycopg_pool.ConnectionPool.check_connection,
+      # A round trip, which only pays after a failure, when other connections may have died, too.
+      check=lambda connection: psycopg_pool.ConnectionPool.check_connection(connection) if self.failed else None,
       open=False,
     )
     try:

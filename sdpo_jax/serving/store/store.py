@@ -124,6 +124,7 @@ class Store:
     self._need = sum(4 * math.prod(shape) for shape in base.shapes.values())  # About the bytes of a version.
     self._look_again = 0.0  # When `unwritable` may try to write again.
     self._remains = False  # Whether files of a failed commit could not be removed.
+    self._undropped: list[IdempotentRequest] = []  # Requests that have ended, and whose rows could not be dropped.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
     # By the id of their adapter, the newest optimizer states that are not written yet.
@@ -526,7 +527,10 @@ class Store:
         del self._states[id]
 
   def settle_doubtful(self) -> None:
-    """Re-read the adapters whose database entry may be older than their HEAD, since other replicas read only that."""
+    """Write what the database has missed while it failed, since other replicas read only that."""
+    for request in list(self._undropped):
+      self._drop(request, ended=True)
+      self._undropped.remove(request)
     for id in list(self._doubtful):
       with contextlib.suppress(Damaged, NotHolder), self._alone(id):
         self._settle(id)
@@ -667,6 +671,9 @@ class Store:
     adapter, content = head.adapter, versions.write_head(head)
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     number = None if manifest is None else manifest.version.number
+    if manifest is None and self.leases is not None:  # As for a version: if this replica dies, others look at HEAD.
+      with self._fenced(adapter.id) as rows:
+        put(rows, 'intents', {'adapter': adapter.id, 'folder': folder, 'version': ''}, key='adapter')
     try:
       self.blobs.swap(f'{folder}/{versions.HEAD}', content, tagged)
     except LostSwapError:
@@ -685,7 +692,7 @@ class Store:
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (tagged is None)) as rows:
         if manifest is not None:
           self.database.put_version(rows, manifest)
-          self.database.drop_intent(rows, adapter.id)
+        self.database.drop_intent(rows, adapter.id)
         self.database.put_head(rows, head, versions.tag_of(content))
         if request is not None:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
@@ -989,12 +996,20 @@ class Store:
   def abandon(self, request: IdempotentRequest) -> None:
     """End a request without a response; unless it has made a version, a repeat runs it again."""
     try:
-      row = self._own(request)
-      if row is not None and row.state == 'open':
-        with self.database.writing() as rows:
-          self.database.drop_request(rows, request.owner, request.id.key)
+      self._drop(request)
+    except StorageFailed:
+      self._undropped.append(request)
+      raise
     finally:
       self._end(request)
+
+  def _drop(self, request: IdempotentRequest, *, ended: bool = False) -> None:
+    """Drop the row of a request that has made nothing; if it has `ended`, unless it runs again."""
+    with self.database.writing(alone=f'request {request.id.key}') as rows:
+      row = self._own(request)
+      again = ended and (request.owner, request.id.key) in self._under_way
+      if row is not None and row.state == 'open' and not again:
+        self.database.drop_request(rows, request.owner, request.id.key)
 
   def _own(self, request: IdempotentRequest) -> RequestRow | None:
     """Return the row of a request; None: it was erased with its adapter, or another replica runs the request now."""

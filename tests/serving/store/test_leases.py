@@ -18,6 +18,7 @@ from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
+from tests.serving.served_process import until
 from tests.serving.store import store_cases
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
 from tests.serving.store.store_cases import arrays, assert_same
@@ -224,6 +225,37 @@ def test_what_a_dead_replica_was_doing_is_put_right_by_retention(replicas, monke
   assert count > 6 and keys == ['TOMBSTONE']
 
 
+def test_settings_that_a_dead_replica_was_changing_are_those_of_head(replicas, monkeypatch):
+  reader, seen = replicas.start('reader'), []
+  for count in range(100):
+    dead = replicas.start(f'dead {count}')
+    adapter, _ = dead.create(f'ada {count}', 'mine', {'x': 0}, arrays(0))
+    left = killed_at(monkeypatch, dead, count)
+    with contextlib.suppress(Dead):
+      dead.change_settings(adapter.owner, adapter.id, 0, {'x': 1})
+    monkeypatch.undo()
+    replicas.lose(dead)
+    reader.retain()
+    seen.append(reader.adapter(adapter.owner, adapter.id).settings['x'])
+    assert seen[-1] == head_of(reader, adapter).adapter.settings['x'] and not reader.database.intents()
+    if left[0] >= 0:
+      break
+  assert seen == sorted(seen) and set(seen) == {0, 1}
+
+
+def test_a_request_that_could_not_be_ended_keeps_no_other_replica_waiting(replicas, monkeypatch):
+  one, other = replicas.start('one'), replicas.start('other')
+  request = one.begin('ada', 'key', 'body')
+  with monkeypatch.context() as failing:
+    failing.setattr(one.database, 'drop_request', lambda *_: (_ for _ in ()).throw(StorageFailed('Away.')))
+    with pytest.raises(StorageFailed):
+      one.abandon(request)
+  with pytest.raises(InFlight):
+    other.begin('ada', 'key', 'body')
+  one.settle_doubtful()
+  other.abandon(other.begin('ada', 'key', 'body'))
+
+
 def test_requests_have_one_answer_over_replicas(replicas):
   one, other = replicas.start('one'), replicas.start('other')
   request = one.begin('ada', 'key', 'body')
@@ -280,6 +312,7 @@ def test_without_the_database_nothing_is_acknowledged_and_then_all_goes_on(postg
     assert store.unwritable()
   finally:
     postgres.start()
+  until(lambda: not store.unwritable())  # Connections of before are replaced.
   assert store.versions('ada', adapter.id) == [first]
   assert step(store, adapter, 0).number == 1
 
