@@ -10,7 +10,6 @@ postgresql://… that they share, whose changes they follow within 2 seconds.
 """
 
 import datetime
-import pathlib
 import sys
 
 from absl import flags
@@ -29,7 +28,7 @@ def main() -> None:
   """Make, revoke or list keys; a new key goes to stdout, everything else about it to stderr."""
   from sdpo_jax.serving.web import keys
 
-  path = FILE.value if '://' in FILE.value else pathlib.Path(FILE.value).expanduser()
+  path = keys.place_of(FILE.value)
   if OWNER.value is not None and REVOKE.value is not None:
     raise UserError('--owner makes a key and --revoke takes one away: give only one of them.')
   if OWNER.value is not None:
@@ -42,7 +41,7 @@ def main() -> None:
   else:
     known = keys.read(path)
     if not known:
-      print(f'{"The database" if "://" in FILE.value else path} has no keys: --owner=NAME makes one.', file=sys.stderr)
+      print(f'{keys.shown(path)} has no keys: --owner=NAME makes one.', file=sys.stderr)
     for key in known:
       made = datetime.datetime.fromtimestamp(key.created, datetime.UTC).strftime('%Y-%m-%d')
       print(f'{key.id}  {made}  {key.weight:g}  {key.owner}  {key.name}')

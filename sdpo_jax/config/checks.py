@@ -500,10 +500,11 @@ def _check_serve(config: schema.Sections) -> None:
     'postgresql://….',
   )
   shared = (store.database or '').startswith('postgresql://')
-  _require(
-    shared or '://' not in (store.database or ''),
-    f'serve.store.database={store.database} must be a local file or postgresql://…: name one.',
-  )
+  for name, place in (('store.database', store.database), ('http.keys', http.keys)):
+    _require(
+      '://' not in (place or '') or place.startswith('postgresql://'),
+      f'serve.{name} must be a local file or postgresql://…, not {(place or "").partition("://")[0]}://…: name one.',
+    )
   _require(
     not shared or '://' in store.root,
     f'serve.store.database is for replicas, and serve.store.root={store.root} is a local folder: name a bucket.',

@@ -95,6 +95,8 @@ _SEVERAL = Condition(lambda v: v[_STEP] != v['data.train_batch_size'] or v['acto
 _NO_GROUPS = 'as nothing compares the completions of a question: take another objective'
 _CLIPS = _of('actor.policy_loss', 'clip_ratio_low clip_ratio_high clip_ratio_c')
 
+_DATABASE = 'serve.store.database'
+
 # What no command reads is an error.
 REFUSED: Table = (
   (_ADAPTER, 'model.lora'),
@@ -126,6 +128,10 @@ REFUSED: Table = (
   ),
   (_set('optimizer.lr_scheduler_type', 'cosine', 'linear'), 'optimizer.lr_decay_steps optimizer.min_lr_ratio'),
   (_set('serve.limits.tokens_per_minute'), 'serve.limits.burst_tokens'),
+  (
+    Condition(lambda v: (v[_DATABASE] or '').startswith('postgresql://'), ', without replicas: change that', _DATABASE),
+    'serve.http.url',
+  ),
 )
 # What another command or objective may read, and configs inherit, is said when a run starts.
 ANNOUNCED: Table = (

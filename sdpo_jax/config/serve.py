@@ -19,7 +19,8 @@ class HttpConfig:
   host: str = setting('127.0.0.1', 'Address to listen on; one that other machines can reach needs serve.http.keys.')
   port: int = setting(8420, 'Port to listen on; 0: a free one, which is printed.', Range(at_least=0, at_most=65535))
   url: str | None = setting(
-    None, 'Where other replicas reach this one, which forward requests to it, as http://HOST:PORT; see store.database.'
+    None,
+    'Where other replicas reach this one, which forward requests to it, as http://HOST:PORT; see serve.store.database.',
   )
   keys: str | None = setting(
     None,

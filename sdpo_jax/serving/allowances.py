@@ -151,17 +151,19 @@ class Allowances:
     """
     with self._lock:
       unsaved, self._unsaved = self._unsaved, collections.Counter()
-    if self._database is None or not unsaved:
+    if self._database is None or not (unsaved or self._database.shared):
       return
     try:
-      totals = self._database.add_usage(unsaved)
+      if unsaved:
+        self._database.add_usage(unsaved)
     except BaseException:
       with self._lock:
         for name, amount in unsaved.items():
           self._unsaved[name] += amount
       raise
+    totals, day = self._database.usage(self._day), self._day
     with self._lock:
-      for (key, day, kind), total in totals.items():
+      for (key, kind), total in totals.items():
         if day == self._day:
           self._of_day[key, kind] = total + self._unsaved[key, day, kind]
 

@@ -69,6 +69,8 @@ class Validation(parameterized.TestCase):
     ('serve.store.root', 'gs://bucket/root', 'database is None: name a local file, or postgresql://'),
     ('serve.store.database', 's3://bucket/db', 'must be a local file'),
     ('serve.store.database', 'postgresql://host/db', 'root=runs/service is a local folder: name a bucket'),
+    ('serve.store.database', 'postgres://u:secret@host/db', r'or postgresql://…, not postgres://…: name one'),
+    ('serve.http.keys', 'mysql://host/db', r'http.keys must be a local file or postgresql://…, not mysql://'),
     ('serve.learning.topk', 101, 'more than serve.topk=100'),
     ('serve.learning.steps', 17, 'more than serve.limits.max_steps=16'),
     ('serve.learning.teacher', 'endpoint', 'needs actor.self_distillation.teacher_endpoint.url'),

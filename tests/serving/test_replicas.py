@@ -78,9 +78,24 @@ def test_a_batch_is_learned_by_those_who_hold_its_adapters(replicas):
   assert [(each['adapter'], each['version_after']) for each in answer['results']] == [(here, 1), (there, 1), (here, 2)]
   again = replicas.one.http.post(f'{ROOT}/feedback/batch', json={'entries': entries}, headers=headers).json()
   assert again == answer
+  repeated = replicas.other.http.post(f'{ROOT}/feedback/batch', json={'entries': entries}, headers=headers).json()
+  assert repeated == answer and replicas.other.service.store.adapter('local', there).head == 1
+  alone = replicas.other.service.store.database  # As after the death of the first one, before it had stored anything.
+  with alone.writing(full=True) as rows:
+    rows.execute("DELETE FROM requests WHERE key NOT LIKE '%/%'")
+  assert replicas.other.http.post(f'{ROOT}/feedback/batch', json={'entries': entries}, headers=headers).json() == answer
+  assert replicas.other.service.store.adapter('local', there).head == 1
+  assert replicas.one.http.delete(f'{ROOT}/adapters/{there}').status_code == 200
+  assert alone.read("SELECT count(*) FROM requests WHERE key LIKE '%/1'") == [(0,)]
+  entries = [{'adapter': here, 'items': [ITEM]}, {'adapter': made(replicas.one, 'where'), 'items': [ITEM]}]
+  there = entries[1]['adapter']
+  replicas.one.service.store.leases.give_back(there)
+  replicas.other.service.store.hold('local', there)
+  replicas.other.http.post(f'{ROOT}/adapters/{there}/feedback', json={'items': [ITEM]})
   entries[1]['if_match'] = 0
   wrong = replicas.one.http.post(f'{ROOT}/feedback/batch', json={'entries': entries[1:2]}).json()
   assert [(each['status'], each['error']['code']) for each in wrong['results']] == [(412, 'version_conflict')]
+  assert wrong['results'][0]['error']['current_version'] == 1
 
 
 def test_a_session_goes_on_where_its_adapter_is(replicas):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import contextlib
+import logging
 import os
 import pathlib
 import sqlite3
@@ -142,8 +143,8 @@ class PostgresConnections:
 
   dialect = 'postgresql'
 
-  def __init__(self, url: str):
-    """Open the pool.
+  def __init__(self, url: str, setting: str):
+    """Open the pool; `setting` names the database in messages.
 
     Raises:
       UserError: the database cannot be reached, or its driver is not installed.
@@ -154,13 +155,14 @@ class PostgresConnections:
       import psycopg_pool
     except ImportError as error:
       raise UserError(
-        f'serve.store.database={self.name} needs the package psycopg: install sdpo_jax[postgres], or name a local file.'
+        f'{setting}={self.name} needs the package psycopg: install sdpo_jax[postgres], or name a local file.'
       ) from error
     self._errors = psycopg.Error
+    logging.getLogger('psycopg.pool').setLevel(logging.ERROR)  # Whoever asks hears what it would warn of.
     try:
       own = psycopg.conninfo.conninfo_to_dict(url).get('options', '')
     except psycopg.Error as error:
-      raise UserError(f'serve.store.database={self.name} is no address ({first_line(error)}): correct it.') from error
+      raise UserError(f'{setting}={self.name} is no address ({first_line(error)}): correct it.') from error
     options = {'connect_timeout': int(_PATIENCE), 'tcp_user_timeout': int(2000 * _PATIENCE)}
     self._pool = psycopg_pool.ConnectionPool(
       url,
@@ -174,11 +176,12 @@ class PostgresConnections:
       open=False,
     )
     try:
+      psycopg.connect(url, connect_timeout=int(_PATIENCE)).close()  # Whose errors say more than those of the pool.
       self._pool.open(wait=True, timeout=2 * _PATIENCE)
     except self._errors as error:
       self._pool.close()
       raise UserError(
-        f'serve.store.database={self.name} cannot be reached ({first_line(error)}): start it, or correct the address.'
+        f'{setting}={self.name} cannot be used ({first_line(error)}): start it, or correct the address.'
       ) from error
 
   def close(self) -> None:

@@ -381,8 +381,8 @@ class Database:
     rows = self.read('SELECT key, kind, amount FROM usage WHERE day = ?', (day,))
     return {(key, kind): amount for key, kind, amount in rows}
 
-  def add_usage(self, amounts: Mapping[tuple[str, int, str], int]) -> dict[tuple[str, int, str], int]:
-    """Add to what was used, by key, day and kind; return the new amounts."""
+  def add_usage(self, amounts: Mapping[tuple[str, int, str], int]) -> None:
+    """Add to what was used, by key, day and kind."""
     with self.writing() as rows:
       rows.executemany(
         'INSERT INTO usage (key, day, kind, amount) VALUES (?, ?, ?, ?) '
@@ -391,8 +391,6 @@ class Database:
       )
       newest = max(day for _, day, _ in amounts)
       rows.execute('DELETE FROM usage WHERE day < ?', (newest - _USAGE_DAYS,))
-      query = 'SELECT amount FROM usage WHERE key = ? AND day = ? AND kind = ?'
-      return {name: rows.execute(query, name).fetchone()[0] for name in amounts}
 
 
 _ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, pinned, tag, deleted'
@@ -490,13 +488,17 @@ def _make_file(path: pathlib.Path, root: str) -> Database:
   return Database(connection, is_new=True)
 
 
-def connect(url: str) -> PostgresConnections:
+def connect(url: str, setting: str = 'serve.store.database') -> PostgresConnections:
   """Open a database in PostgreSQL, and make the tables that it does not have.
+
+  Args:
+    url: postgresql://….
+    setting: what names it, for messages.
 
   Raises:
     UserError: it cannot be reached, or a later version of sdpo_jax has written it.
   """
-  connections = PostgresConnections(url)
+  connections = PostgresConnections(url, setting)
   with contextlib.ExitStack() as closing:
     closing.callback(connections.close)
     _revision_of(connections)  # Makes the statements, while nobody waits for the transaction.
@@ -512,8 +514,7 @@ def _revision_of(connections: PostgresConnections) -> str | None:
   revision = connections.read('SELECT version_num FROM alembic_version', ())[0][0] if there else None
   if revision is not None and not migrations.is_known(revision):
     raise UserError(
-      f'serve.store.database={connections.name} was written by a later version of sdpo_jax: install that, or name '
-      'another database, which is then filled from the root.'
+      f'The database {connections.name} was written by a later version of sdpo_jax: install that, or name another one.'
     )
   migrations.statements(connections.dialect, revision)
   return revision

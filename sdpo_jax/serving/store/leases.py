@@ -17,6 +17,7 @@ import time
 from sdpo_jax.serving.errors import NotHolder, StorageFailed
 from sdpo_jax.serving.store.connections import Rows
 from sdpo_jax.serving.store.database import Database, put
+from sdpo_jax.serving.store.versions import adapter_folder
 
 LIFETIME = 6.0  # Seconds without a renewal after which the leases of a replica may be taken over.
 _FILLING = 'filling'  # The key of the lease to fill an empty database.
@@ -40,20 +41,27 @@ class Leases:
     self._database, self._url = database, url
     self._lock = threading.Lock()  # Guards the fields below against other writers.
     self._held: dict[str, int] = {}  # Epochs by key.
+    self.drained = False  # Whether no lease is kept for long any more.
     self.valid_until = 0.0  # The time.monotonic() until which they are surely not taken over.
     self._renew()
     self.stopped = threading.Event()
     self.thread = threading.Thread(target=self._keep, name='leases', daemon=True)
     self.thread.start()
 
-  def close(self) -> None:
-    """Give all leases back, so that others need not wait until they end."""
-    self.stopped.set()
-    self.thread.join()
+  def drain(self) -> None:
+    """Give all leases back, so that others need not wait until they end; from now on each is kept for one change."""
+    self.drained = True
     # If that fails, they end by themselves.
     with contextlib.suppress(StorageFailed), self._lock, self._database.writing(full=True) as rows:
-      self._held, self.valid_until = {}, 0.0
+      self._held = {}
       rows.execute("UPDATE leases SET replica = '' WHERE replica = ?", (self.replica,))
+
+  def close(self) -> None:
+    """Give all leases back, and end."""
+    self.stopped.set()
+    self.thread.join()
+    self.drain()
+    with contextlib.suppress(StorageFailed), self._database.writing(full=True) as rows:
       rows.execute('DELETE FROM replicas WHERE id = ?', (self.replica,))
 
   def _keep(self) -> None:
@@ -157,10 +165,10 @@ class Leases:
     """Return whether another replica, named by its id or its URL, has renewed its leases."""
     return bool(self._database.read(f'SELECT 1 FROM replicas WHERE ? IN (id, url) AND expires > {_NOW}', (replica,)))
 
-  def unfinished(self) -> list[str]:
-    """Return the ids of adapters with a commit or a deletion of which no living replica will know the outcome."""
-    query = f'SELECT adapter FROM intents LEFT JOIN leases USING (adapter) WHERE NOT {_LIVES}'
-    return [id for (id,) in self._database.read(query)]
+  def unfinished(self, owner: str | None) -> list[str]:
+    """Return the ids of adapters of an owner (None: of all) with a change whose outcome no living replica knows."""
+    query = f'SELECT adapter FROM intents LEFT JOIN leases USING (adapter) WHERE NOT {_LIVES} AND folder LIKE ?'
+    return [id for (id,) in self._database.read(query, ('%' if owner is None else f'{adapter_folder(owner, "")}%',))]
 
   def forget_dead(self) -> None:
     """Drop dead replicas and the requests that these had in progress, once their leases are taken over."""

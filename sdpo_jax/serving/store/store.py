@@ -531,9 +531,24 @@ class Store:
     for request in list(self._undropped):
       self._drop(request, ended=True)
       self._undropped.remove(request)
-    for id in list(self._doubtful):
-      with contextlib.suppress(Damaged, NotHolder), self._alone(id):
-        self._settle(id)
+    self._each(list(self._doubtful), self._settle_alone)
+
+  def _settle_alone(self, id: str) -> None:
+    with self._alone(id):
+      self._settle(id)
+
+  def _each(self, ids: Iterable[str], do: Callable[[str], None]) -> None:
+    """Do something with adapters; one that fails keeps no other from it, and is reported at the end."""
+    failed = None
+    for id in ids:
+      try:
+        do(id)
+      except (NotFound, Damaged, NotHolder):
+        continue
+      except StorageFailed as error:
+        failed = error
+    if failed is not None:
+      raise failed
 
   # Retention.
 
@@ -817,12 +832,17 @@ class Store:
       self._changes += 1
     try:
       with lock:
-        if self.leases is not None and self.leases.epoch(id) is None:
+        taken = self.leases is not None and self.leases.epoch(id) is None
+        if taken:
           epoch = self.leases.take(id)
           if not new:
             self._fence_off(id, epoch)
           self.leases.confirm(id, epoch)
-        yield
+        try:
+          yield
+        finally:
+          if taken and self.leases.drained:
+            self.leases.give_back(id)
     finally:
       with self._lock:
         self._changes -= 1
@@ -835,20 +855,28 @@ class Store:
     with self._alone(id):
       pass
 
+  def drain(self) -> None:
+    """Let other replicas change what this one has changed; what is under way ends as if it had just begun."""
+    if self.leases is not None:
+      self.leases.drain()
+
   def hold_owner(self, owner: str) -> None:
     """Make this replica the one that creates adapters of an owner; raises NotHolder if another one is."""
     key = versions.adapter_folder(owner, '')
     if self.leases is None or self.leases.epoch(key) is not None:
       return
     epoch = self.leases.take(key)
-    self._adopt()  # A dead replica may just have created one.
+    self._adopt(owner)  # A dead replica may just have created one.
     self.leases.confirm(key, epoch)
 
-  def _adopt(self) -> None:
-    """Put right what replicas that live no more have left unfinished."""
-    for id in self.leases.unfinished():
-      with contextlib.suppress(NotFound, Damaged, NotHolder), self._visiting(id):
+  def _adopt(self, owner: str | None = None) -> None:
+    """Put right what replicas that live no more have left unfinished of an owner; None: of all."""
+
+    def visit(id: str) -> None:
+      with self._visiting(id):
         pass
+
+    self._each(self.leases.unfinished(owner), visit)
 
   @contextlib.contextmanager
   def _visiting(self, id: str) -> Iterator[None]:
@@ -946,14 +974,18 @@ class Store:
       InFlight: as `begin`.
       Unprocessable: as `begin`.
     """
-    return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body))
+    return self.begin_part(request.owner, f'{request.id.key}/{index}', request.id.body)
+
+  def begin_part(self, owner: str, key: str, body: str) -> IdempotentRequest | StoredResponse:
+    """Begin a part of a request that may be in progress in another process, see `part`; `key` and `body` of its id."""
+    return self._begin(owner, RequestId(key, body))
 
   def _begin(self, owner: str, id: RequestId) -> IdempotentRequest | StoredResponse:
     since, replica = self.clock() - self.retention.request_ttl_s, self._replica
     self._settle_all(owner)  # The request may have made something before it failed.
     row = self.database.request(owner, id.key) if replica else None
     if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
-      self._adopt()  # Likewise.
+      self._adopt(owner)  # Likewise.
     with contextlib.ExitStack() as begun:
       with self.database.writing(full=bool(replica), alone=f'request {id.key}') as rows:
         row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
@@ -1118,7 +1150,7 @@ def _conflict(adapter: AdapterRecord) -> VersionConflict:
 
 
 def _check_name(owner: str, name: str) -> None:
-  if not 0 < len(name) <= LONGEST_NAME or flaw_of(name):
+  if not 0 < len(name) <= LONGEST_NAME or flaw_of(name) or '\0' in name:
     raise InvalidRequest(
       f'The name of an adapter must have 1 to {LONGEST_NAME} characters, valid in UTF-8.', field='name'
     )

@@ -73,7 +73,7 @@ class Lifetime:
       NotReady: the service is starting, has failed, or is shutting down.
     """
     if self.draining:
-      raise NotReady('The service is shutting down: retry when it is back.')
+      raise NotReady('The service is shutting down: retry when it is back.', retry_after=1.0)
     if self.why_not():
       raise NotReady(self.why_not())
     if self.present is None or not self.present.worker.ready.is_set():

@@ -17,6 +17,7 @@ from sdpo_jax.serving.errors import NotHolder, StorageFailed
 from sdpo_jax.serving.web.admission import GateRequest
 
 MARK = 'x-forwarded-by-replica'  # The header of a forwarded request, which is not forwarded again.
+PART = 'part of a batch {} {}'  # The Idempotency-Key of a forwarded entry of a batch: key and body of its part.
 _CONNECT_S = 2.0  # Seconds until another replica must have accepted a connection.
 _LOOK_S = (
   1.0  # Seconds between two looks whether it still renews its leases, since a paused one leaves connections open.

@@ -55,7 +55,7 @@ from sdpo_jax.serving.web.admission import (
   time_limit,
 )
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
-from sdpo_jax.serving.web.forwarding import MARK, Forwarding
+from sdpo_jax.serving.web.forwarding import MARK, PART, Forwarding
 from sdpo_jax.serving.web.keys import ApiKey, Keys, presented
 from sdpo_jax.serving.web.telemetry import Log, Metrics
 
@@ -63,6 +63,7 @@ LOCAL_OWNER = 'local'  # The owner of all adapters of a service without keys.
 _LOCAL = ApiKey(LOCAL_OWNER, '', LOCAL_OWNER, LOCAL_OWNER, 0.0)
 GRACE = 5.0  # Seconds after its time limit within which a handler may still respond.
 _CHEAP = 32  # Requests at once that cost little and wait for nothing; the senders of others leave them alone.
+_PART = re.compile(PART.format('([0-9a-f]{64}/[0-9]+)', '([0-9a-f]{64})'))
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
@@ -287,7 +288,10 @@ class Gate:
       if key is not None:
         if not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
           raise InvalidRequest(f'The header Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
-        begun = await run_in_threadpool(service.store.begin, owner, key, _digest(request, scope))
+        part = _PART.fullmatch(key) if MARK in request.headers else None
+        begin = service.store.begin if part is None else service.store.begin_part
+        names = (key, _digest(request, scope)) if part is None else part.groups()
+        begun = await run_in_threadpool(begin, owner, *names)
         if isinstance(begun, StoredResponse):
           await send_body(answer, *await run_in_threadpool(_again, operation, account, begun))
           return

@@ -79,18 +79,25 @@ def _is_database(place: str | os.PathLike) -> bool:
   return str(place).startswith(POSTGRES)
 
 
+def place_of(text: str) -> str | pathlib.Path:
+  """Return a place of keys as a user names it; raises UserError for an address of something else."""
+  if '://' in text and not _is_database(text):
+    raise UserError(f'Keys are in a local file or at postgresql://…, not at {text.partition("://")[0]}://….')
+  return text if _is_database(text) else pathlib.Path(text).expanduser()
+
+
 def _of_table(connections: Connections) -> list[ApiKey]:
   rows = connections.read('SELECT id, record FROM api_keys ORDER BY id', ())
   return [_parsed(record, f'The row {id} of api_keys') for id, record in rows]
 
 
-def _said(place: str | os.PathLike) -> str:
+def shown(place: str | os.PathLike) -> str:
   """Return a place of keys for messages, without a password."""
   return f'{POSTGRES}…' if _is_database(place) else str(place)
 
 
 def _way_to_add(place: str | os.PathLike) -> str:
-  return command_line('serve_key', f'--keys={_said(place)}', '--owner=NAME')
+  return command_line('serve_key', f'--keys={shown(place)}', '--owner=NAME')
 
 
 def _parsed(line: str, where: str) -> ApiKey:
@@ -127,7 +134,7 @@ def _changing(place: str | os.PathLike, way_out: str) -> Iterator[list[ApiKey]]:
   try:
     with contextlib.ExitStack() as held:
       if _is_database(place):
-        connections = connect(str(place))
+        connections = connect(str(place), 'The database of the keys')
         held.callback(connections.close)
         rows = held.enter_context(connections.writing(True, 'api_keys'))
         known = _of_table(connections)
@@ -147,7 +154,7 @@ def _changing(place: str | os.PathLike, way_out: str) -> Iterator[list[ApiKey]]:
         put(rows, 'api_keys', {'id': key.id, 'record': _written([key])})
   except (OSError, StorageFailed) as error:
     raise UserError(
-      f'The keys in {_said(place)} cannot be read or written ({first_line(error)}): {way_out}.'
+      f'The keys in {shown(place)} cannot be read or written ({first_line(error)}): {way_out}.'
     ) from error
 
 
@@ -188,7 +195,7 @@ def revoke(place: str | os.PathLike, key_id: str) -> ApiKey:
         known.remove(key)
         return key
     has = ', '.join(key.id for key in known) or 'none'
-    raise UserError(f'{_said(place)} has no key with the id {printable(key_id)}; it has {has}.')
+    raise UserError(f'{shown(place)} has no key with the id {printable(key_id)}; it has {has}.')
 
 
 class KeyFile:
@@ -237,7 +244,7 @@ class KeyTable:
     Raises:
       UserError: the database cannot be reached, or holds no key.
     """
-    self._connections = connect(url)
+    self._connections = connect(url, 'serve.http.keys')
     self._keys = _of_table(self._connections)
     if not self._keys:
       self._connections.close()
@@ -273,7 +280,7 @@ Keys = KeyFile | KeyTable
 
 def open_place(place: str) -> Keys:
   """Return the keys in a file or a database; raises UserError as these."""
-  return KeyTable(place) if _is_database(place) else KeyFile(pathlib.Path(place).expanduser())
+  return KeyTable(place) if _is_database(place) else KeyFile(place_of(place))
 
 
 def presented(headers: Mapping[str, Sequence[str]]) -> str | None:

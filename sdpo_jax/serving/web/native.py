@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_reques
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
 from sdpo_jax.serving.store import store
-from sdpo_jax.serving.web import error_responses, packed, schemas, score_formats
+from sdpo_jax.serving.web import error_responses, forwarding, packed, schemas, score_formats
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from sdpo_jax.serving.web.endpoints import SSE, Incoming, Operation, Reply, incoming, route, whole
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
@@ -264,24 +263,29 @@ def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) ->
   results = dict(zip(entries, feedbacks.run_batch(asked.account, list(entries.values())), strict=True))
   for number, done in results.items():
     if isinstance(done, NotHolder) and done.url:
-      results[number] = _learned_by_holder(asked, done.url, number, entries[number])
+      try:
+        results[number] = _learned_by_holder(asked, done.url, number, entries[number])
+      except ServiceError as error:  # Of this entry alone.
+        results[number] = error
     elif not isinstance(done, Exception):
       asked.metrics.feedback(outcome(done))
   return results
 
 
 def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
-  """Let another replica learn from an entry of a batch; return its result or its error."""
+  """Let another replica learn from an entry of a batch; return its result or its error, as JSON."""
   body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
   more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
-  if entry.idempotency is not None:
-    more['idempotency-key'] = hashlib.sha256(entry.idempotency.id.key.encode()).hexdigest()
+  part = entry.idempotency
+  if part is not None:  # It runs there under the same name, so that a repeat of the batch finds its answer anywhere.
+    asked.account.service.store.abandon(part)
+    more['idempotency-key'] = forwarding.PART.format(part.id.key, part.id.body)
   status, said = asked.post_to_replica(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
-  if status == 200:
-    return said
-  failed = ServiceError(said['error']['message'], field=said['error'].get('field'))
-  failed.status, failed.code = status, said['error']['code']
-  return failed
+  return _OfHolder(said if status == 200 else {'status': status, **said})
+
+
+class _OfHolder(dict[str, Any]):
+  """What another replica has answered, and stored."""
 
 
 def _batch_once(
@@ -302,7 +306,7 @@ def _batch_once(
     todo = {index: dataclasses.replace(entries[index], idempotency=part) for index, part in begun.items()}
     for index, done in _learned(asked, todo).items():
       results[index] = done
-      if not isinstance(done, Exception):
+      if not isinstance(done, (Exception, _OfHolder)):
         part = begun.pop(index)
         account.service.store.finish(part, 200, as_json(done))
   finally:

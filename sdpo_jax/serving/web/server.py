@@ -276,6 +276,8 @@ class ServiceProcess:
     """Let requests finish within serve.http.drain_s, then close the service."""
     self._announce('Stopping: requests in progress may finish, new ones are refused.')
     until = time.monotonic() + self._config.serve.http.drain_s
+    if self.lifetime.present is not None:
+      await asyncio.to_thread(self.lifetime.present.store.drain)
     while self.lifetime.under_way and time.monotonic() < until:
       await asyncio.sleep(_LOOK)
     service = self.lifetime.present

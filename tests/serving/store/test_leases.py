@@ -12,7 +12,7 @@ import pytest
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.allowances import Allowances
-from sdpo_jax.serving.errors import InFlight, NameTaken, NotFound, NotHolder, StorageFailed
+from sdpo_jax.serving.errors import Busy, InFlight, InvalidRequest, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
@@ -256,6 +256,58 @@ def test_a_request_that_could_not_be_ended_keeps_no_other_replica_waiting(replic
   other.abandon(other.begin('ada', 'key', 'body'))
 
 
+def test_who_drains_lets_others_change_what_it_held(replicas):
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  one.drain()
+  step(other, adapter, 0)
+  with pytest.raises(NotHolder):
+    step(one, adapter, 1)
+  other.create('ada', 'another', {}, arrays(0))
+  other.leases.give_back(adapter.id)
+  step(one, adapter, 1)  # What is under way may end, and keeps nothing.
+  assert one.leases.epoch(adapter.id) is None
+  step(other, adapter, 2)
+
+
+def test_limits_per_day_are_those_of_all_replicas(replicas):
+  limits = LimitsConfig(tokens_per_day=100, tokens_per_minute=None)
+  one, other = (Allowances(limits, replicas.start(name).database) for name in ('one', 'other'))
+  one.spend('key', 'sampled', 60)
+  one.save()
+  other.save()
+  assert other.used('key')['day']['sampled'] == 60
+  with pytest.raises(Busy):
+    other.spend('key', 'learned', 41)
+
+
+def test_an_adapter_that_cannot_be_put_right_keeps_no_other_from_it(replicas, monkeypatch):
+  dead, reader = replicas.start('dead'), replicas.start('reader')
+  made = [dead.create('ada', name, {}, arrays(0))[0] for name in ('one', 'two', 'three')]
+  with dead.database.writing(full=True) as rows:
+    for adapter in made:
+      folder = versions.adapter_folder('ada', adapter.id)
+      rows.execute('INSERT INTO intents VALUES (?, ?, ?)', (adapter.id, folder, ''))
+  replicas.lose(dead)
+  real = RemoteBlobs.tagged
+
+  def broken(blobs, key):
+    if made[0].id in key:
+      raise StorageFailed('A key that cannot be read.')
+    return real(blobs, key)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(RemoteBlobs, 'tagged', broken)
+    with pytest.raises(StorageFailed):
+      reader.retain()
+    assert reader.database.intents().keys() == {made[0].id}
+    reader.create('bob', 'his', {}, arrays(0))
+  reader.retain()
+  assert not reader.database.intents()
+  with pytest.raises(InvalidRequest, match='must have 1 to 200 characters'):
+    reader.create('bob', 'a\0b', {}, arrays(0))
+
+
 def test_requests_have_one_answer_over_replicas(replicas):
   one, other = replicas.start('one'), replicas.start('other')
   request = one.begin('ada', 'key', 'body')
@@ -364,7 +416,7 @@ def test_no_transaction_waits_until_alembic_is_imported(postgres, monkeypatch): 
 
 @pytest.mark.parametrize(
   ('url', 'said'),
-  [('postgresql://nobody@/x?host=/nowhere', 'cannot be reached'), ('postgresql://x?nonsense=1', 'is no address')],
+  [('postgresql://nobody@/x?host=/nowhere', 'cannot be used'), ('postgresql://x?nonsense=1', 'is no address')],
 )
 def test_a_database_that_is_not_there_is_named(monkeypatch, url, said):
   monkeypatch.setattr('sdpo_jax.serving.store.connections._PATIENCE', 0.1)

@@ -143,6 +143,11 @@ def test_bearer_and_header_are_the_same_and_two_different_keys_are_none(headers,
 def test_keys_of_a_database_are_followed(postgres, monkeypatch):  # noqa: F811
   monkeypatch.setattr(keys, '_READ_AGAIN', 0.01)
   url = postgres.url()
+  with pytest.raises(UserError, match='not at postgres://…'):
+    keys.place_of('postgres://ada:secret@host/db')
+  with pytest.raises(UserError, match=r'^The database of the keys=x cannot be used \\(.*no such') as caught:
+    keys.read('postgresql://ada:secret@/x?host=/no/such')
+  assert 'secret' not in str(caught.value)
   with pytest.raises(UserError, match=r'holds no key: .*--keys=postgresql://…'):
     keys.open_place(url)
   secret, mine = keys.add(url, 'ada', 'laptop', 2.0)
