@@ -91,7 +91,7 @@ def test_permits_go_to_payers_in_turns_and_never_to_more_than_there_are():
 
 
 def queue_of(semaphore):
-  return [turn for turns in semaphore._waiting.values() for turn in turns]  # noqa: SLF001 (Nothing else tells.)
+  return [turn for turns in list(semaphore._waiting.values()) for turn in list(turns)]  # noqa: SLF001 (Nothing else tells.)
 
 
 @pytest.mark.parametrize('waits_for', [FairSemaphore(1).of, functools.partial(Turns().of, 'a')])

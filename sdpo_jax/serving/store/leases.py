@@ -137,6 +137,7 @@ class Leases:
         continue
       yield
       with self._database.writing(full=True) as rows:
+        self.check(rows, _FILLING)
         put(rows, 'meta', {'root': root})
       self.give_back(_FILLING)
       return
@@ -144,8 +145,10 @@ class Leases:
     yield
 
   def confirm(self, key: str, epoch: int) -> None:
-    """Use a lease from now on, since what its last holder has left is put right."""
+    """Use a lease from now on, since what its last holder has left is put right; raises NotHolder if it was lost."""
     with self._lock:
+      with self._database.writing() as rows:
+        self.check(rows, key)
       self._held[key] = epoch
 
   def give_back(self, key: str) -> None:

@@ -185,7 +185,7 @@ class Store:
         with contextlib.nullcontext() if leases is None else leases.filling(identity):
           store._lost.update(store_recovery.recover(blobs, rows, clock()))
         store._closed = False
-      except StorageFailed as error:
+      except (StorageFailed, NotHolder) as error:
         raise UserError(f'The store cannot be opened: {error}') from error
       store._held = held.pop_all()
       return store
@@ -355,13 +355,27 @@ class Store:
       folder = versions.adapter_folder(owner, id)
       with self._fenced(id) as rows:
         put(rows, 'intents', {'adapter': id, 'folder': folder, 'version': ''}, key='adapter')
-      self._doubt(owner, id)  # Until everything is erased.
+      try:
+        if self.leases is not None and self._lost_of(owner, id) is None:
+          self._end_head(owner, id, adapter.head)
+      finally:
+        self._doubt(owner, id)  # Until everything is erased.
       with contextlib.suppress(FileExistsError):
-        self.blobs.put_new(folder, {versions.TOMBSTONE: _tombstone(id, self.clock())})
+        self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
       store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
         for kept in (self._doubtful, self._lost, self._locks, self._states):
           kept.pop(id, None)
+
+  def _end_head(self, owner: str, id: str, expected: int) -> None:
+    """Let HEAD say that an adapter is deleted, unless another replica has it; a damaged one nobody can move."""
+    with contextlib.suppress(Damaged):
+      head, tagged = self._head(owner, id, expected)
+      key = f'{versions.adapter_folder(owner, id)}/{versions.HEAD}'
+      try:
+        self.blobs.swap(key, versions.write_head(dataclasses.replace(head, deleted=True)), tagged)
+      except LostSwapError:
+        raise NotHolder('') from None
 
   # Versions.
 
@@ -397,6 +411,10 @@ class Store:
     """
     self._known(owner, id)
     with self._alone(id):
+      if request is not None:  # It may have been found only now, when this replica has taken the adapter over.
+        made = self.database.made_by(owner, request.id.key)
+        if made is not None and made.adapter == id and made.created > self.clock() - self.retention.request_ttl_s:
+          return self.version(owner, id, made.version)
       head, tagged = self._head(owner, id, expected)
       adapter = dataclasses.replace(head.adapter, head=expected + 1)
       parent = expected if parent is None else parent
@@ -571,7 +589,7 @@ class Store:
       if adapter.id in self._states:  # It has just learned, or its state must be written first.
         continue
       try:
-        with self._visiting(adapter.id):
+        with self._alone(adapter.id, visit=True):
           removed += self._shrink(adapter, idle)
       except (NotFound, VersionConflict, Damaged, NotHolder):  # It was deleted, changed meanwhile, or is damaged.
         continue
@@ -692,10 +710,11 @@ class Store:
     try:
       self.blobs.swap(f'{folder}/{versions.HEAD}', content, tagged)
     except LostSwapError:
-      if manifest is not None:
-        self._discard(adapter.id, folder, manifest)
       self._doubt(adapter.owner, adapter.id)
-      raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
+      if not self._leads_to(folder, manifest):  # Else it was moved, although the answer was lost, and then again.
+        if manifest is not None:
+          self._discard(adapter.id, folder, manifest)
+        raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
     except StorageFailed:
       self._doubt(adapter.owner, adapter.id)
       if not self._has_moved(adapter, content):
@@ -719,6 +738,27 @@ class Store:
         '%s is at version %d, but the database could not be updated yet: %s', adapter.id, adapter.head, error
       )
       self._doubt(adapter.owner, adapter.id)
+
+  def _leads_to(self, folder: str, manifest: VersionManifest | None) -> bool:
+    """Return whether HEAD leads to a version, after moving it there was refused.
+
+    Raises:
+      NotHolder: another replica has the adapter, and has not committed the version.
+      StorageFailed: that cannot be known; the version stays.
+    """
+    tagged = self.blobs.tagged(f'{folder}/{versions.HEAD}')
+    if tagged is None:
+      return False
+    head = versions.read_head(tagged.content, f'{self.blobs.name}/{folder}', folder)
+    digest = head.digest if manifest is not None else None
+    for number in range(head.adapter.head, 0 if manifest is None else manifest.version.number, -1):
+      digest = None if digest is None else versions.read_manifest(self.blobs, folder, number, digest).previous
+    found = manifest is not None and digest == manifest.version.digest
+    if not found and self.leases is not None and head.epoch > self._epoch(head.adapter.id):
+      if manifest is not None:
+        self._discard(head.adapter.id, folder, manifest)
+      raise NotHolder('')
+    return found
 
   def _has_moved(self, adapter: AdapterRecord, content: bytes) -> bool:
     """Return whether HEAD has this content although writing it has failed."""
@@ -751,8 +791,10 @@ class Store:
       if tagged is None:
         raise store_recovery.no_head(self.blobs, folder)
     head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
-    if head.epoch > self._epoch(id):
+    if self.leases is not None and head.epoch > self._epoch(id):
       raise NotHolder('')
+    if head.deleted:
+      raise NotFound(f'There is no adapter {id}.')
     if head.adapter.head != expected:
       raise _conflict(head.adapter)
     return head, tagged
@@ -804,9 +846,7 @@ class Store:
     """Re-read an adapter from the root if it is in doubt; the caller holds its lock."""
     folder = self._doubtful.get(id)
     if folder is not None:
-      store_recovery.settle(self.blobs, self.database, folder, id, self.clock())
-      with self._lock:
-        self._doubtful.pop(id, None)
+      self._re_read(id, folder)
 
   def _doubt(self, owner: str, id: str) -> None:
     with self._lock:
@@ -818,8 +858,10 @@ class Store:
     return why if folder is not None and folder == versions.adapter_folder(owner, id) else None
 
   @contextlib.contextmanager
-  def _alone(self, id: str, *, new: bool = False) -> Iterator[None]:
+  def _alone(self, id: str, *, new: bool = False, visit: bool = False) -> Iterator[None]:
     """Hold the reentrant lock of an adapter, and its lease, which for a `new` one needs nothing to be put right.
+
+    A lease that is taken for a `visit` is given back.
 
     Raises:
       StorageFailed: the store was closed, or there is no way to know who has the lease.
@@ -835,13 +877,18 @@ class Store:
         taken = self.leases is not None and self.leases.epoch(id) is None
         if taken:
           epoch = self.leases.take(id)
-          if not new:
-            self._fence_off(id, epoch)
-          self.leases.confirm(id, epoch)
+          try:
+            if not new:
+              self._fence_off(id, epoch)
+            self.leases.confirm(id, epoch)
+          except BaseException:
+            with contextlib.suppress(StorageFailed):  # Or another replica could not put it right while this one lives.
+              self.leases.give_back(id)
+            raise
         try:
           yield
         finally:
-          if taken and self.leases.drained:
+          if taken and (visit or self.leases.drained):
             self.leases.give_back(id)
     finally:
       with self._lock:
@@ -873,21 +920,10 @@ class Store:
     """Put right what replicas that live no more have left unfinished of an owner; None: of all."""
 
     def visit(id: str) -> None:
-      with self._visiting(id):
+      with self._alone(id, visit=True):
         pass
 
     self._each(self.leases.unfinished(owner), visit)
-
-  @contextlib.contextmanager
-  def _visiting(self, id: str) -> Iterator[None]:
-    """Hold an adapter as `_alone` does, and give a lease that was taken for it back."""
-    ours = self.leases is None or self.leases.epoch(id) is not None
-    try:
-      with self._alone(id):
-        yield
-    finally:
-      if not ours:
-        self.leases.give_back(id)
 
   def _fence_off(self, id: str, epoch: int) -> None:
     """Write a new epoch into HEAD, so that a former holder cannot move it any more, and settle what that has left."""
@@ -900,15 +936,23 @@ class Store:
       with contextlib.suppress(LostSwapError):  # A slow holder has just moved it.
         try:
           head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
-          self.blobs.swap(key, versions.write_head(dataclasses.replace(head, epoch=epoch)), tagged)
+          if head.epoch > epoch:
+            raise NotHolder('')
+          if head.epoch < epoch:
+            self.blobs.swap(key, versions.write_head(dataclasses.replace(head, epoch=epoch)), tagged)
         except Damaged:  # Nobody can move it.
           pass
         break
     else:
       if known is None:  # Whoever creates it may be slow, and must not end any more.
         with contextlib.suppress(FileExistsError):
-          self.blobs.put_new(folder, {versions.TOMBSTONE: _tombstone(id, self.clock())})
-    store_recovery.settle(self.blobs, self.database, folder, id, self.clock())
+          self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
+    self._re_read(id, folder)
+
+  def _re_read(self, id: str, folder: str) -> None:
+    """Settle an adapter; raises NotHolder if another replica has taken it over meanwhile."""
+    check = None if self.leases is None else self.leases.check
+    store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check)
     with self._lock:
       self._doubtful.pop(id, None)
 
@@ -1022,6 +1066,9 @@ class Store:
         with self.database.writing() as rows:
           row = dataclasses.replace(row, state='done', status=status, response=response)
           self.database.put_request(rows, request.owner, request.id.key, row)
+    except StorageFailed:
+      self._undropped.append(request)
+      raise
     finally:
       self._end(request)
 
@@ -1139,10 +1186,6 @@ def _free(place: str) -> int:
     return shutil.disk_usage(place).free
   except OSError:
     return 0
-
-
-def _tombstone(id: str, now: float) -> bytes:
-  return (json.dumps({'format': versions.FORMAT, 'adapter': id, 'deleted': now}) + '\n').encode()
 
 
 def _conflict(adapter: AdapterRecord) -> VersionConflict:

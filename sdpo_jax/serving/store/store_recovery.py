@@ -8,7 +8,7 @@ time has another stamp or none. Whoever changes a root by hand removes its file 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from sdpo_jax.files import is_local
 from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
+from sdpo_jax.serving.store.connections import Rows
 from sdpo_jax.serving.store.database import ALL, Database, Known
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
@@ -102,14 +103,26 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
   return lost
 
 
-def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
+Check = Callable[[Rows, str], None]
+
+
+def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, check: Check | None) -> None:
   """Recover one adapter, as `recover` does for all; no other thread may use the adapter meanwhile.
+
+  Args:
+    blobs: the blobs of the root.
+    database: the database of the root.
+    folder: the folder of the adapter.
+    id: its id.
+    now: seconds since the epoch.
+    check: raises an error, in a transaction, if the adapter is another replica's; then nothing is changed any more.
+      What is removed was listed before, and so is not of that replica. None: there are no replicas.
 
   Raises:
     Damaged: its HEAD cannot be read, and the database does not know it.
   """
   place = _places(blobs, folder).get(id, _Place(folder, id))
-  for _, why in _put_right(blobs, database, [place], now, writing=True).values():
+  for _, why in _put_right(blobs, database, [place], now, writing=True, check=check).values():
     raise Damaged(why)
 
 
@@ -156,7 +169,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(
-  blobs: Blobs, database: Database, places: Iterable[_Place], now: float, *, writing: bool
+  blobs: Blobs, database: Database, places: Iterable[_Place], now: float, *, writing: bool, check: Check | None = None
 ) -> dict[str, tuple[str, str]]:
   """Bring the database in line with the files of adapters; returns as `recover`.
 
@@ -166,6 +179,7 @@ def _put_right(
     places: the files, by adapter.
     now: seconds since the epoch.
     writing: whether this process may be writing optimizer states.
+    check: see `settle`.
   """
   intents = database.intents()
   damaged = database.damaged()
@@ -205,12 +219,20 @@ def _put_right(
       if known is None:
         lost[place.id] = (place.folder, str(what))
       continue
+    if what is not None and what.head.deleted:
+      with contextlib.suppress(FileExistsError):
+        blobs.put_new(place.folder, {versions.TOMBSTONE: versions.tombstone(place.id, now)})
+      erase(blobs, database, place.folder, place.id)
+      continue
     kept.append(place)
     if what is not None:
       news.append(what)
   if news:
-    _note(database, news)
+    _note(database, news, check)
   for place in kept:
+    if check is not None:
+      with database.writing() as rows:
+        check(rows, place.id)
     ours = {intents[place.id]} if place.id in intents else set()
     _remove_garbage(blobs, database, place, ours, now, writing=writing)
   stale = intents.keys() & {place.id for place in kept}
@@ -275,10 +297,12 @@ def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> V
   return found[0]
 
 
-def _note(database: Database, found: Iterable[_Found]) -> None:
+def _note(database: Database, found: Iterable[_Found], check: Check | None) -> None:
   with database.writing(full=True) as rows:
     for one in found:
       adapter = one.head.adapter
+      if check is not None:
+        check(rows, adapter.id)
       database.drop_versions(rows, adapter.id, 0, ALL)
       for manifest in one.manifests.values():
         database.put_version(rows, manifest)

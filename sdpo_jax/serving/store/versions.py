@@ -302,11 +302,17 @@ class Head:
   kept_from: int = 1  # The versions after 0 and before this one were removed, except pinned ones.
   pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Digests of manifests by number, in decimal.
   epoch: int = 0  # That of the lease under which it was written; 0: there is one process only.
+  deleted: bool = False  # Whether a tombstone follows.
 
 
 def tag_of(content: bytes) -> str:
   """Return the digest of the content of a HEAD, by which two HEADs can be told apart."""
   return hashlib.sha256(content).hexdigest()
+
+
+def tombstone(id: str, now: float) -> bytes:
+  """Return the content of the TOMBSTONE of an adapter; `now` in seconds since the epoch."""
+  return (json.dumps({'format': FORMAT, 'adapter': id, 'deleted': now}) + '\n').encode()
 
 
 def write_head(head: Head) -> bytes:
@@ -331,7 +337,8 @@ def read_head(content: bytes, name: str, folder: str) -> Head:
   try:
     adapter = AdapterRecord(**values['adapter'])
     names = ('digest', 'origin', 'kept_from', 'pinned')
-    head = Head(adapter, *(values[name] for name in names), epoch=values.get('epoch', 0))
+    late = {name: values[name] for name in ('epoch', 'deleted') if name in values}
+    head = Head(adapter, *(values[name] for name in names), **late)
     known = values['format'] == FORMAT and digest == hashlib.sha256(_json(values)).hexdigest()
     known = known and adapter_folder(adapter.owner, adapter.id) == folder
   except (TypeError, KeyError):

@@ -42,8 +42,10 @@ class Forwarding:
       ServiceError: the request has ended.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    path = scope['path'] + (f'?{scope["query_string"].decode("latin-1")}' if scope.get('query_string') else '')
-    headers = [(name, value) for name, values in request.headers.items() for value in values]
+    # As the client has sent them, so that the digest of the request is the same there.
+    path = scope['raw_path'] + (b'?' + scope['query_string'] if scope.get('query_string') else b'')
+    named = {each.strip().lower() for value in request.headers.get('connection', ()) for each in value.split(',')}
+    headers = [(name, value) for name, values in request.headers.items() if name not in named for value in values]
     try:
       with call.on_end(lambda: loop.call_soon_threadsafe(task.cancel)):
         async with self._sent(url, request.method, path, headers, request.body, call) as answer:
@@ -84,30 +86,34 @@ class Forwarding:
     headers = [(name, value) for name, values in request.headers.items() if name not in instead for value in values]
 
     async def answered() -> tuple[int, Any]:
-      async with self._sent(url, 'POST', path, [*headers, *more.items()], body, call) as answer:
+      async with self._sent(url, 'POST', path.encode(), [*headers, *more.items()], body, call) as answer:
         return answer.status_code, json.loads(await answer.aread())
 
     return call.result(asyncio.run_coroutine_threadsafe(answered(), loop))
 
   @contextlib.asynccontextmanager
-  async def _sent(self, url: str, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, call: Call):
-    kept = [(name, value) for name, value in headers if name not in _OF_CONNECTION | {'x-deadline-ms'}]
+  async def _sent(
+    self, url: str, method: str, path: bytes, headers: Sequence[tuple[str, str]], body: bytes, call: Call
+  ):
+    kept = [(name, value) for name, value in headers if name not in _OF_CONNECTION | {'x-deadline-ms', MARK}]
     limit = [] if call.left is None else [('x-deadline-ms', str(max(1, round(1000 * call.left))))]
     if self._client is None:
       limits = httpx2.Limits(max_connections=None)
       self._client = httpx2.AsyncClient(
         timeout=httpx2.Timeout(None, connect=_CONNECT_S), limits=limits, trust_env=False
       )
+      self._client.headers.clear()
     try:
-      sending = [*kept, *limit, (MARK, '1')]
+      sending = [(name.encode(), value.encode('latin-1')) for name, value in [*kept, *limit, (MARK, '1')]]
+      target = httpx2.URL(url).copy_with(raw_path=path)
       async with asyncio.timeout(None) as patience:
         watcher = asyncio.create_task(self._watch(url, patience))
         try:
-          async with self._client.stream(method, url.rstrip('/') + path, headers=sending, content=body) as answer:
+          async with self._client.stream(method, target, headers=sending, content=body) as answer:
             yield answer
         finally:
           watcher.cancel()
-    except (httpx2.HTTPError, TimeoutError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
       raise NotHolder('') from error
 
   async def _watch(self, url: str, patience: asyncio.Timeout) -> None:

@@ -249,11 +249,16 @@ class KeyTable:
     if not self._keys:
       self._connections.close()
       raise UserError(f'The database of serve.http.keys holds no key: {_way_to_add(url)} makes one.')
+    self._stopped = threading.Event()
     threading.Thread(target=self._follow, name='keys', daemon=True).start()
 
+  def close(self) -> None:
+    """Follow the database no longer."""
+    self._stopped.set()
+    self._connections.close()
+
   def _follow(self) -> None:
-    while True:
-      time.sleep(_READ_AGAIN)
+    while not self._stopped.wait(_READ_AGAIN):
       try:
         self._keys = _of_table(self._connections)
       except StorageFailed:  # Nothing else works without the database, and what was revoked before stays so.

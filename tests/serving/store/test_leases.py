@@ -116,6 +116,95 @@ def test_a_slow_holder_is_refused_by_the_epoch_in_head(replicas):
   assert slow.leases.epoch(adapter.id) is None
 
 
+def test_a_slow_taker_removes_no_file_of_the_next_holder(replicas, monkeypatch):
+  """It is paused after it has written its epoch; the next holder's HEAD has not moved yet when it lists the files."""
+  dead, taker, third = (replicas.start(name) for name in ('dead', 'taker', 'third'))
+  adapter, _ = dead.create('ada', 'mine', {}, arrays(0))
+  replicas.lose(dead)
+  uploads = f'{versions.adapter_folder("ada", adapter.id)}/versions/00000001-0123456789ab'
+  real, paused = RemoteBlobs.list, []
+
+  def listed(blobs, prefix=''):
+    if blobs is taker.blobs and not paused:
+      paused.append(prefix)
+      replicas.lose(taker)
+      third.hold('ada', adapter.id)
+      third.blobs.put_new(uploads, {versions.MANIFEST: b'{}'})
+    return real(blobs, prefix)
+
+  monkeypatch.setattr(RemoteBlobs, 'list', listed)
+  with pytest.raises(NotHolder):
+    taker.hold('ada', adapter.id)
+  assert paused and third.blobs.get(f'{uploads}/{versions.MANIFEST}') == b'{}'
+
+
+def test_a_version_whose_answer_was_lost_stays_if_others_went_on_from_it(replicas, monkeypatch):
+  slow, new = replicas.start('slow'), replicas.start('new')
+  adapter, _ = slow.create('ada', 'mine', {}, arrays(0))
+  request, real = slow.begin('ada', 'key', 'body'), RemoteBlobs.swap
+
+  def unanswered(blobs, key, content, expected):
+    real(blobs, key, content, expected)
+    if blobs is slow.blobs and key.endswith('/HEAD'):
+      monkeypatch.undo()
+      replicas.lose(slow)
+      assert new.begin('ada', 'key', 'body').version == 1
+      step(new, adapter, 1)
+      real(blobs, key, content, expected)  # The client of the bucket repeats it.
+
+  monkeypatch.setattr(RemoteBlobs, 'swap', unanswered)
+  assert step(slow, adapter, 0, request=request).number == 1
+  for number in (1, 2):
+    assert_same(new.arrays(new.version('ada', adapter.id, number)), arrays(number))
+
+
+def test_a_commit_that_nobody_knew_of_is_the_answer_of_its_request(replicas, monkeypatch):
+  """HEAD has moved, the bucket fails, the request is given up and its replica dies: no row tells of it."""
+  slow, new = replicas.start('slow'), replicas.start('new')
+  adapter, _ = slow.create('ada', 'mine', {}, arrays(0))
+  request, real = slow.begin('ada', 'key', 'body'), slow.blobs.swap
+
+  def away(*_):
+    raise StorageFailed('The bucket is away.')
+
+  with monkeypatch.context() as patched:
+
+    def swap(*given):
+      real(*given)
+      for name in ('tagged', 'get', 'list'):
+        patched.setattr(slow.blobs, name, away)
+      away()
+
+    patched.setattr(slow.blobs, 'swap', swap)
+    with pytest.raises(StorageFailed):
+      step(slow, adapter, 0, request=request)
+  slow.abandon(request)
+  replicas.lose(slow)
+  again = new.begin('ada', 'key', 'body')
+  if not isinstance(again, StoredResponse):
+    assert step(new, adapter, 0, request=again).number == 1
+  assert [version.number for version in new.versions('ada', adapter.id)] == [0, 1]
+
+
+def test_a_slow_deletion_erases_nothing_that_was_made_meanwhile(replicas, monkeypatch):
+  slow, new = replicas.start('slow'), replicas.start('new')
+  adapter, _ = slow.create('ada', 'mine', {}, arrays(0))
+  real = RemoteBlobs.swap
+
+  def paused(blobs, key, content, expected):
+    if blobs is slow.blobs and key.endswith('/HEAD'):
+      replicas.lose(slow)
+      step(new, adapter, 0)
+    real(blobs, key, content, expected)
+
+  monkeypatch.setattr(RemoteBlobs, 'swap', paused)
+  with pytest.raises(NotHolder):
+    slow.delete('ada', adapter.id, expected=0)
+  assert new.adapter('ada', adapter.id).head == 1
+  new.delete('ada', adapter.id)
+  assert new.count('ada') == 0
+
+
 def test_a_slow_creation_cannot_take_a_name_that_was_given_meanwhile(replicas, monkeypatch):
   slow, new = replicas.start('slow'), None
   real = RemoteBlobs.swap
