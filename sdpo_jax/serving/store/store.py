@@ -552,8 +552,12 @@ class Store:
     self._each(list(self._doubtful), self._settle_alone)
 
   def _settle_alone(self, id: str) -> None:
-    with self._alone(id):
-      self._settle(id)
+    try:
+      with self._alone(id):
+        self._settle(id)
+    except NotHolder:  # But a replica that has settled it.
+      with self._lock:
+        self._doubtful.pop(id, None)
 
   def _each(self, ids: Iterable[str], do: Callable[[str], None]) -> None:
     """Do something with adapters; one that fails keeps no other from it, and is reported at the end."""
@@ -821,12 +825,7 @@ class Store:
   def _known(self, owner: str, id: str) -> Known:
     """Return the database entry of an owner's adapter; raises NotFound if there is none."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
-      try:
-        with self._alone(id):
-          self._settle(id)
-      except NotHolder:  # By a replica that has settled it.
-        with self._lock:
-          self._doubtful.pop(id, None)
+      self._settle_alone(id)
     known = self.database.known(id)
     if known is None or known.deleted or known.head.adapter.owner != owner:
       if lost := self._lost_of(owner, id):
