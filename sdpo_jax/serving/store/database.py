@@ -125,8 +125,8 @@ class Database:
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
     """Return the rows of a query; `values` fill its placeholders."""
-    if any(isinstance(value, str) and '\0' in value for value in values):  # Which no row of PostgreSQL has.
-      return []
+    if self.shared and any(isinstance(value, str) and '\0' in value for value in values):
+      return []  # No row of PostgreSQL has such a text.
     try:
       return self.connections.read(query, values)
     except UnicodeEncodeError:  # A value has a lone surrogate, which JSON can hold and no row does.

@@ -266,6 +266,8 @@ class Store:
       InvalidRequest: the name is empty, too long, or not valid UTF-8.
     """
     _check_name(owner, name)
+    if self.database.shared and '\0' in f'{owner}{name}':
+      raise InvalidRequest('PostgreSQL stores no text with a NUL: choose another name.', field='name')
     self._settle_all(owner)
     self.hold_owner(owner)
     taken = NameTaken(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
@@ -1192,7 +1194,7 @@ def _conflict(adapter: AdapterRecord) -> VersionConflict:
 
 
 def _check_name(owner: str, name: str) -> None:
-  if not 0 < len(name) <= LONGEST_NAME or flaw_of(name) or '\0' in name:
+  if not 0 < len(name) <= LONGEST_NAME or flaw_of(name):
     raise InvalidRequest(
       f'The name of an adapter must have 1 to {LONGEST_NAME} characters, valid in UTF-8.', field='name'
     )

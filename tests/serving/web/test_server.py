@@ -68,7 +68,7 @@ class Slow:
   def __init__(self):
     self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, stats={}), None
     self.stopped, self.allowances = [], Allowances(LimitsConfig())
-    self.store = types.SimpleNamespace(stats={})
+    self.store = types.SimpleNamespace(stats={}, drain=lambda: None)
 
   def start(self):
     pass
