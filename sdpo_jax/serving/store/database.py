@@ -270,6 +270,10 @@ class Database:
     rows = self.read('SELECT folder, version FROM intents WHERE adapter = ?', (adapter,))
     return rows[0] if rows else None
 
+  def put_intent(self, rows: Rows, adapter: str, folder: str, version: str = '') -> None:
+    """Store the intent to commit a version, by its folder name, or to change HEAD otherwise; replaces an older one."""
+    put(rows, 'intents', {'adapter': adapter, 'folder': folder, 'version': version}, key='adapter')
+
   def drop_intent(self, rows: Rows, adapter: str, version: str | None = None) -> None:
     """Drop the intent of an adapter, or only that to commit a version, by its folder name: the outcome is known."""
     chosen = {'adapter': adapter} if version is None else {'adapter': adapter, 'version': version}

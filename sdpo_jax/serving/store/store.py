@@ -356,7 +356,7 @@ class Store:
           raise _conflict(adapter)
       folder = versions.adapter_folder(owner, id)
       with self._fenced(id) as rows:
-        put(rows, 'intents', {'adapter': id, 'folder': folder, 'version': ''}, key='adapter')
+        self.database.put_intent(rows, id, folder)
       try:
         if self.leases is not None and self._lost_of(owner, id) is None:
           self._end_head(owner, id, adapter.head)
@@ -551,12 +551,14 @@ class Store:
     for request in list(self._undropped):
       self._drop(request, ended=True)
       self._undropped.remove(request)
-    self._each(list(self._doubtful), self._settle_alone)
+    self._each(list(self._doubtful), self._settle)
 
-  def _settle_alone(self, id: str) -> None:
+  def _settle(self, id: str) -> None:
+    """Re-read an adapter from the root if it is in doubt."""
     try:
       with self._alone(id):
-        self._settle(id)
+        if (folder := self._doubtful.get(id)) is not None:  # Nobody has settled it meanwhile.
+          self._re_read(id, folder)
     except NotHolder:  # But a replica that has settled it.
       with self._lock:
         self._doubtful.pop(id, None)
@@ -685,8 +687,7 @@ class Store:
       with self._lock:
         self._written += sum(map(len, (*stored.values(), content)))
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
-        intent = {'adapter': adapter.id, 'folder': folder, 'version': manifest.folder}
-        put(rows, 'intents', intent, key='adapter')
+        self.database.put_intent(rows, adapter.id, folder, manifest.folder)
     except BaseException:
       self._discard(adapter.id, folder, manifest)
       raise
@@ -712,7 +713,7 @@ class Store:
     number = None if manifest is None else manifest.version.number
     if manifest is None and self.leases is not None:  # As for a version: if this replica dies, others look at HEAD.
       with self._fenced(adapter.id) as rows:
-        put(rows, 'intents', {'adapter': adapter.id, 'folder': folder, 'version': ''}, key='adapter')
+        self.database.put_intent(rows, adapter.id, folder)
     try:
       self.blobs.swap(f'{folder}/{versions.HEAD}', content, tagged)
     except LostSwapError:
@@ -827,7 +828,7 @@ class Store:
   def _known(self, owner: str, id: str) -> Known:
     """Return the database entry of an owner's adapter; raises NotFound if there is none."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
-      self._settle_alone(id)
+      self._settle(id)
     known = self.database.known(id)
     if known is None or known.deleted or known.head.adapter.owner != owner:
       if lost := self._lost_of(owner, id):
@@ -842,12 +843,6 @@ class Store:
     for id in list(self._doubtful):
       with contextlib.suppress(NotFound, Damaged):
         self._known(owner, id)
-
-  def _settle(self, id: str) -> None:
-    """Re-read an adapter from the root if it is in doubt; the caller holds its lock."""
-    folder = self._doubtful.get(id)
-    if folder is not None:
-      self._re_read(id, folder)
 
   def _doubt(self, owner: str, id: str) -> None:
     with self._lock:

@@ -101,6 +101,7 @@ class GateRequest:
   adapter: str | None = None  # The adapter named in its path.
   key: str | None = None  # The id of the key, never the key itself.
   body: bytes = b''
+  unstored: bool = False  # Whether the client wants nothing of it to be kept.
   quiet: bool = False  # Whether only unexpected responses are logged, as for health checks.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
   # Tokens by kind, and feedbacks, as `Call.spend` counts them.

@@ -323,6 +323,7 @@ class Gate:
       most = int(http.max_body_mb * 2**20)
       body = await read_body(receive, length, most, http.read_timeout_s, http.deadline_s, count)
     request.body = body or b''
+    request.unstored = _UNSTORED.search(request.body) is not None
     return body is not None
 
   async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
@@ -411,7 +412,7 @@ class Gate:
         await run_in_threadpool(account.service.store.abandon, idempotent)
 
   def _log_of(self, request: GateRequest) -> Log:
-    return self._log.without_bodies() if _UNSTORED.search(request.body) else self._log
+    return self._log.without_bodies() if request.unstored else self._log
 
   def _end_endless(self) -> None:
     for call in list(self._endless):
