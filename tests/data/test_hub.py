@@ -248,7 +248,7 @@ def test_hostile_cards_end_in_a_sentence(name, strangers):
   before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   with pytest.raises(UserError) as raised:
     read(f'hf:{strangers}')
-  assert time.process_time() - before[0] < 5 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1] < 2**20
+  assert time.process_time() - before[0] < 60 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before[1] < 2**20
   assert message in str(raised.value) and '\n' not in str(raised.value) and len(str(raised.value)) < 3000
 
 

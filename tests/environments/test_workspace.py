@@ -538,7 +538,7 @@ class Project(unittest.TestCase):
       with Server((host, 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         shown = f'[{host}]' if ':' in host else host
-        with urllib.request.urlopen(f'http://{shown}:{server.server_address[1]}/project.py', timeout=5) as answer:
+        with urllib.request.urlopen(f'http://{shown}:{server.server_address[1]}/project.py', timeout=60) as answer:
           self.assertIn(b'class Project', answer.read())
         server.shutdown()
 
@@ -567,7 +567,7 @@ class Project(unittest.TestCase):
       import pexpect
     except ImportError:
       self.skipTest('pexpect is not installed')
-    child = pexpect.spawn('python3 -q', timeout=20)
+    child = pexpect.spawn('python3 -q', timeout=60)
     child.sendline('print(6 * 7)')
     child.expect('42')
 

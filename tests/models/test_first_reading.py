@@ -18,6 +18,7 @@ from sdpo_jax.models import first_reading, huggingface, tokenizer
 from tests import model_reading, tiny
 
 GIB = 2**30
+PATIENCE = 60.0  # Seconds of CPU time: a few are taken on a quiet machine, and without a limit all that there is.
 
 
 @pytest.fixture(autouse=True)
@@ -315,7 +316,7 @@ def check(root, name, make):
   with pytest.raises(UserError) as ended:
     read(root)
   message = str(ended.value)
-  assert cpu_s() - begun < 10
+  assert cpu_s() - begun < PATIENCE
   assert f'{root}' in message and name in message and len(message) < 600 and message.endswith('.'), message
 
 
@@ -369,7 +370,7 @@ def test_a_command_ends_in_time_and_memory(honest, tmp_path):
   code, seconds, kilobytes = map(float, ran.stdout.split()[-3:])
   *_, message = (tmp_path / 'said').read_text().splitlines()
   assert code == 2 and str(root / file) in message
-  assert 1 < seconds < 10 and 10_000 < kilobytes < 2 * GIB // 1024
+  assert 1 < seconds < PATIENCE and 10_000 < kilobytes < 2 * GIB // 1024
 
 
 def test_at_least_31_files_are_tried():

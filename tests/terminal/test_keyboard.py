@@ -142,7 +142,7 @@ def test_a_paste_that_is_too_long_is_left_out_and_the_rest_kept(typed, ask):
   typing = later(send, 'kept', f'{PASTE}{"xy " * 300_000}{END}', '.\r')
   started = time.process_time()
   assert getattr(board, ask)(*(['Why? '] if ask == 'line' else [])) == 'kept.'
-  assert time.process_time() - started < 10  # Of ten times as many, minutes.
+  assert time.process_time() - started < 60  # Of ten times as many, minutes.
   typing.join()
 
 

@@ -259,7 +259,7 @@ def test_servers_that_hang_flood_or_stay(world, monkeypatch):
     assert box.call('fs__say', {'text': f'big {20 * 2**20}'}).dropped == 20 * 2**20 - 20_000
     assert box.call('fs__say', {'text': 'on'}).text == 'on'
     begun = time.monotonic()
-  assert time.monotonic() - begun < 6 and world.noted()[-2] == 'stdin closed'
+  assert time.monotonic() - begun < 25 and world.noted()[-2] == 'stdin closed'
 
 
 @pytest.mark.slow

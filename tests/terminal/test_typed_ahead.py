@@ -17,7 +17,7 @@ from sdpo_jax.terminal import keyboard
 from tests import tiers, tiny
 from tests.terminal.session_server import SessionServer, call
 
-PATIENCE = 20.0  # Seconds after which a program that shows nothing is given up.
+PATIENCE = 120.0  # Seconds after which a program that shows nothing is given up.
 WORDS = (
   'by the way',
   'only try this',

@@ -74,7 +74,7 @@ def test_nothing_of_a_program_stays_in_memory(real):
     for _ in range(8):
       report = run(sandbox, 'open("large", "wb").write(bytes(16 << 20)); result = 1')
       assert report.result == 1, report.stderr
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while shared() > 1 << 20:
       assert time.monotonic() < deadline, 'it stays'
       os.sched_yield()
