@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import collections
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 import contextlib
 import dataclasses
 import json
@@ -92,7 +93,21 @@ class Replica:
     return f'http://127.0.0.1:{self.port}'
 
   def start(self) -> None:
-    """Start it, and wait until it is ready."""
+    """Start it, again if it ends since the database is down, and wait until it is ready."""
+    until = time.monotonic() + START_S
+    self._run()
+    while True:
+      with contextlib.suppress(httpx2.HTTPError):
+        if httpx2.get(f'{self.url}/readyz', timeout=5.0).status_code == 200:
+          break
+      if time.monotonic() > until:
+        raise RuntimeError(f'A replica does not start: {self.log.read_text()[-3000:]}')
+      if self.process.poll() is not None:
+        self._run()
+      time.sleep(0.1)
+    self.well = True
+
+  def _run(self) -> None:
     command = [sys.executable, '-m', 'launch.serve', f'--config={self.config}', f'--config.serve.http.port={self.port}']
     with self.log.open('a') as log:
       self.process = subprocess.Popen(
@@ -102,15 +117,6 @@ class Replica:
         cwd=tiny.REPOSITORY,
         env=self.environment,
       )
-    until = time.monotonic() + START_S
-    while True:
-      with contextlib.suppress(httpx2.HTTPError):
-        if httpx2.get(f'{self.url}/readyz', timeout=5.0).status_code == 200:
-          break
-      if self.process.poll() is not None or time.monotonic() > until:
-        raise RuntimeError(f'A replica does not start: {self.log.read_text()[-3000:]}')
-      time.sleep(0.1)
-    self.well = True
 
   def hit(self, number: signal.Signals) -> None:
     """Send a signal, after which it does not answer."""
@@ -355,7 +361,7 @@ class Tormentor:
   def __init__(self, replicas: list[Replica], server: postgres.Server, database: str, ledger: Ledger, seed: int):
     self._replicas, self._server, self._database, self.ledger = replicas, server, database, ledger
     self._draw = random.Random(f'{seed} torments')
-    self._seed, self._restarts = seed, []
+    self._seed, self._restarts, self._starting = seed, [], futures.ThreadPoolExecutor(len(replicas))
     self.done: collections.Counter = collections.Counter()
     self.takeovers: list[float] = []
 
@@ -390,11 +396,10 @@ class Tormentor:
         probe.join()
       if what == 'kill':
         victim.process.wait()
-        restart = threading.Thread(target=victim.start)
-        restart.start()
+        restart = self._starting.submit(victim.start)
         self._restarts.append(restart)
         if self._draw.random() < 0.5 or sum(each.well for each in self._replicas) < 2:
-          restart.join()
+          restart.result()
     self.done[what] += 1
     print(f'{what}: {time.monotonic() - began:.1f} s', file=sys.stderr, flush=True)
 
@@ -417,9 +422,14 @@ class Tormentor:
     return self._draw.choice(kinds)
 
   def end(self) -> None:
-    """Wait until all replicas are well."""
+    """Wait until all replicas are well.
+
+    Raises:
+      RuntimeError: one does not start.
+    """
     for restart in self._restarts:
-      restart.join()
+      restart.result()
+    self._starting.shutdown()
 
 
 class Audit:
@@ -471,11 +481,15 @@ class Audit:
   def _answer(self, url: str) -> httpx2.Response:
     until = time.monotonic() + LONGEST_S
     while True:
-      with contextlib.suppress(httpx2.HTTPError):
+      late = time.monotonic() > until
+      try:
         answer = self._http.get(url)
-        if answer.status_code != 503 or time.monotonic() > until:
+        if answer.status_code != 503 or late:
           return answer
         print(f'again: {url} {answer.text}', file=sys.stderr, flush=True)
+      except httpx2.HTTPError:
+        if late:
+          raise
       time.sleep(0.5)
 
   def _adapter(self, adapter: str, changes: Mapping[str, Change]) -> None:
