@@ -13,18 +13,13 @@ import numpy as np
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import check_teacher, learning_of, teacher_settings
+from sdpo_jax.serving.feedback_request import check_teacher, learning_of
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.serving.sample_requests import SampleOptions
-from sdpo_jax.serving.sessions import json_fields
-from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
+from sdpo_jax.serving.tool_calls import Form, ToolCall
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
-MOST_TOOLS = 128
-LONGEST_TITLE = 200  # The most characters of a title.
-_CALL = json_fields.whole(0, MAX_CALLS - 1)
-_SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +34,7 @@ class SessionSettings:
   teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
-  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields of `SampleOptions`, but no seed.
   # Whether a denied proposal stays in the conversation, with the reason in place of the results of its calls ('tell'),
   # or leaves it, so that the next proposal answers the same prompt ('retry'). Lessons are on the prompt without it.
   after_denial: Literal['tell', 'retry'] = 'tell'
@@ -51,31 +46,6 @@ class SessionSettings:
   rehearse: int = 0
   # Whether the teacher also reads the denied proposal; in the paper, that makes it a worse teacher (Table 6).
   show_attempt: bool = False
-
-  @classmethod
-  def from_json(cls, values: Any) -> SessionSettings:
-    """Validate the settings in a request, all optional, and return them; `check` applies the limits of the service.
-
-    Raises:
-      InvalidRequest: a field is invalid; the error names it.
-    """
-    fields = {
-      'system': json_fields.text,
-      'tools': lambda value, field: json_fields.listed(value, field, MOST_TOOLS, _tool),
-      'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
-      'min_sdpo_examples': json_fields.whole(1, 2**31 - 1),
-      'teacher': lambda value, field: json_fields.mapping(teacher_settings(value), field),
-      'update': json_fields.mapping,
-      'guards': json_fields.mapping,
-      'sampling': _sampling,
-      'after_denial': json_fields.one_of('tell', 'retry'),
-      'learn_edits': json_fields.one_of('direct', 'teacher'),
-      'learn_from_results': json_fields.flag,
-      'rehearse': json_fields.whole(0, 2**31 - 1),
-      'show_attempt': json_fields.flag,
-    }
-    said = json_fields.known(values, fields, 'A session')
-    return cls(**{name: fields[name](value, name) for name, value in said.items() if value is not None})
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings as JSON, fields by name."""
@@ -144,30 +114,17 @@ class Decision:
   arguments: Mapping[str, Any] | None = None  # For an edit: the new arguments.
   call: int = 0  # For an edit: the index of the call.
 
-  @classmethod
-  def from_json(cls, values: Any) -> Decision:
-    """Validate {"decision", "correction"?, "arguments"?, "call"?}, and return the decision; raises InvalidRequest."""
-    said = json_fields.known(values, ('decision', 'correction', 'arguments', 'call'), 'A decision')
-    kind = said.get('decision')
-    if kind not in DECIDED:
-      raise InvalidRequest(f'decision must be one of {", ".join(DECIDED)}, not {short_repr(kind)}.', field='decision')
-    correction = json_fields.optional(json_fields.text)(said.get('correction'), 'correction')
-    arguments, call = said.get('arguments'), said.get('call')
-    if (arguments is None) == (kind == 'edit'):
+  def __post_init__(self):
+    """Raise InvalidRequest for fields that do not go together."""
+    if (self.arguments is None) == (self.kind == 'edit'):
       raise InvalidRequest(
         "An edit needs the new arguments of the call: send 'arguments'."
-        if kind == 'edit'
-        else f'Only an edit takes arguments, and the decision is {kind}: leave them out.',
+        if self.kind == 'edit'
+        else f'Only an edit takes arguments, and the decision is {self.kind}: leave them out.',
         field='arguments',
       )
-    if kind == 'approve' and correction is not None:
+    if self.kind == 'approve' and self.correction is not None:
       raise InvalidRequest('An approval takes no correction: leave it out, or deny the proposal.', field='correction')
-    return cls(
-      kind,
-      correction if correction is not None and correction.strip() else None,
-      None if arguments is None else json_fields.mapping(arguments, 'arguments'),
-      0 if call is None else _CALL(call, 'call'),
-    )
 
   def to_json(self) -> dict[str, Any]:
     """Return the decision as JSON; only edits have arguments and call."""
@@ -186,20 +143,6 @@ class ToolResult:
   stderr: str | None = None  # The end of stderr, unless the text contains it.
   field: str | None = None  # The name of the invalid argument.
   line: int | None = None  # The line of the file, from 1, at which the tool failed.
-
-  @classmethod
-  def from_json(cls, values: Any) -> ToolResult:
-    """Validate the result in a request, and return it; raises InvalidRequest."""
-    fields = {
-      'call': _CALL,
-      'ok': json_fields.flag,
-      'text': json_fields.text,
-      'exit_code': json_fields.optional(json_fields.whole(-(2**31), 2**31 - 1)),
-      'stderr': json_fields.optional(json_fields.text),
-      'field': json_fields.optional(json_fields.text),
-      'line': json_fields.optional(json_fields.whole(0, 2**53)),
-    }
-    return cls(**json_fields.fields_of(values, fields, 'A result', ('call', 'ok', 'text')))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,25 +326,3 @@ def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...
   """Return the calls of a turn with the new arguments of an edit."""
   changed = ToolCall(calls[decision.call].name, decision.arguments)
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
-
-
-def _tool(value: Any, field: str) -> dict[str, Any]:
-  """Validate the schema of a tool, {"type": "function", "function": {"name": …, "parameters": …}}, and return it."""
-  tool = json_fields.mapping(value, field)
-  function = tool.get('function', tool)
-  if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
-    raise InvalidRequest(
-      f'{field} must be {{"type": "function", "function": {{"name": …, "description": …, "parameters": …}}}}.',
-      field=field,
-    )
-  return tool
-
-
-def _sampling(value: Any, field: str) -> dict[str, Any]:
-  said = json_fields.known(json_fields.mapping(value, field), _SAMPLING, 'sampling', 'sampling.')
-  stop = said.get('stop')
-  if isinstance(stop, str):
-    said['stop'] = [stop]
-  elif stop is not None and not isinstance(stop, list):
-    raise InvalidRequest(f'sampling.stop must be a list of texts, not {short_repr(stop)}.', field='sampling.stop')
-  return {name: each for name, each in said.items() if each is not None}

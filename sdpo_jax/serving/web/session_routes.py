@@ -19,12 +19,13 @@ from starlette.routing import Route
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
-from sdpo_jax.serving.sessions.examples import TrainingExample
-from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionSettings, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.examples import READER, TrainingExample
+from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
+from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
 from sdpo_jax.serving.web.schemas import DeletedSaid
@@ -48,9 +49,7 @@ def open_session(asked: Incoming) -> Reply:
   body: schemas.OpenSession = asked.body
   _check_size(asked, 'system', [body.system or ''])
   _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
-  opened, token = Sessions(asked.account).open(
-    asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
-  )
+  opened, token = Sessions(asked.account).open(asked.adapter, body.settings())
   said = {'session': opened.to_json(), 'token': token}
   return Reply(said, headers={'Location': f'{_SESSIONS.format(adapter=opened.adapter)}/{opened.id}'})
 
@@ -115,7 +114,8 @@ def decide(asked: Incoming) -> Reply:
   body: schemas.DecisionRequest = asked.body
   _check_size(asked, 'correction', [body.correction or ''])
   _check_size(asked, 'arguments', [json.dumps(body.arguments)])
-  decision = Decision.from_json(body.model_dump(exclude={'digest'}, exclude_unset=True))
+  correction = body.correction if body.correction and body.correction.strip() else None
+  decision = Decision(body.decision, correction, body.arguments, body.call)
   began = time.monotonic()
   turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision, body.digest)
   asked.metrics.decision(body.decision, time.monotonic() - began)
@@ -124,7 +124,7 @@ def decide(asked: Incoming) -> Reply:
 
 def results(asked: Incoming) -> Reply:
   """Add the results of a proposal's calls; the adapter learns from failures if `learn_from_results` is set."""
-  given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
+  given = [ToolResult(**vars(each)) for each in asked.body.results]
   _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given, asked.body.digest)
   return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
@@ -157,7 +157,7 @@ def examples(asked: Incoming) -> Reply:
   found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'), after, limit + 1)
   query = urllib.parse.urlencode({**asked.query, 'after': found[:limit][-1].id if found else 0})
   link = {'Link': f'<{_EXAMPLES.format(adapter=asked.adapter)}?{query}>; rel="next"'} if len(found) > limit else {}
-  return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found[:limit]), NDJSON, link)
+  return Reply(b''.join(as_json(vars(example)) + b'\n' for example in found[:limit]), NDJSON, link)
 
 
 def replay(asked: Incoming) -> Reply:
@@ -178,9 +178,9 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
     if not line.strip():
       continue
     try:
-      found.append(TrainingExample.from_json(json.loads(line)))
-    except (InvalidRequest, ValueError, RecursionError) as error:
-      said = str(error) if isinstance(error, InvalidRequest) else 'It is not JSON.'
+      found.append(READER.validate_json(line))
+    except pydantic.ValidationError as error:
+      said = invalid(error, what='It')
       raise InvalidRequest(f'Line {number} is not an example from GET …/examples: {said}') from error
   if not found:
     raise InvalidRequest('There are no examples to replay: send the lines of GET …/examples.')

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Text, Update
+from sdpo_jax.serving.sessions.examples import JsonObject
+from sdpo_jax.serving.sessions.session_records import SessionSettings
+from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Update
 
 Label = Annotated[str, Field(max_length=200)]
+Text = Annotated[str, Field(max_length=1_000_000)]
+
+
+def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
+  function = tool.get('function', tool)
+  if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not function['name']:
+    raise ValueError('must be {"type": "function", "function": {"name": …, "description": …, "parameters": …}}')
+  return tool
 
 
 class SessionSampling(RequestBody):
@@ -26,11 +36,13 @@ class OpenSession(RequestBody):
   """The settings of a session, fixed when it is opened."""
 
   system: Text | None = Field(None, description='The system message of the conversation.')
-  tools: list[dict[str, Any]] = Field(
-    default_factory=list, description='JSON schemas of the tools that the model may call, as chat templates take them.'
+  tools: list[Annotated[JsonObject, AfterValidator(_with_name)]] = Field(
+    default_factory=list,
+    max_length=128,
+    description='JSON schemas of the tools that the model may call, as chat templates take them.',
   )
   title: Label = Field('', description='A title for people.')
-  min_sdpo_examples: int = Field(1, ge=1, description='How many examples are learned together; fewer wait.')
+  min_sdpo_examples: int = Field(1, ge=1, lt=2**31, description='How many examples are learned together; fewer wait.')
   teacher: Teacher | None = Field(
     None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
   )
@@ -39,7 +51,10 @@ class OpenSession(RequestBody):
   sampling: SessionSampling = Field(default_factory=SessionSampling)
   learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
   rehearse: int = Field(
-    0, ge=0, description='How many of the newest approved proposals to learn with a correction, so as to keep them.'
+    0,
+    ge=0,
+    lt=2**31,
+    description='How many of the newest approved proposals to learn with a correction, so as to keep them.',
   )
   show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
   after_denial: Literal['tell', 'retry'] = Field(
@@ -54,6 +69,11 @@ class OpenSession(RequestBody):
     description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
     'the teacher, which reads the edited call.',
   )
+
+  def settings(self) -> SessionSettings:
+    """Return the settings; an absent field of `update` is another thing than null."""
+    said = self.model_dump(exclude_unset=True, exclude={'sampling'})
+    return SessionSettings(**said, sampling=self.sampling.model_dump(exclude_none=True))
 
 
 class SessionMessage(RequestBody):
@@ -92,7 +112,7 @@ class DecisionRequest(RequestBody):
   correction: Text | None = Field(
     None, description='For deny and edit: what is wrong, or what would be right, in words.'
   )
-  arguments: dict[str, Any] | None = Field(None, description='For edit: the new arguments of the call.')
+  arguments: JsonObject | None = Field(None, description='For edit: the new arguments of the call.')
   call: int = Field(0, ge=0, description='For edit: the index of the call in the proposal.')
 
 
@@ -102,10 +122,10 @@ class ToolResultGiven(RequestBody):
   call: int = Field(0, ge=0, description='The index of the call in the proposal.')
   ok: bool = Field(description='Whether the tool succeeded.')
   text: Text = Field(description='The output that the model reads.')
-  exit_code: int | None = Field(None, description='The exit code of a command.')
+  exit_code: int | None = Field(None, ge=-(2**31), lt=2**31, description='The exit code of a command.')
   stderr: Text | None = Field(None, description='The end of the stderr of a command.')
   field: Label | None = Field(None, description='The name of the invalid argument.')
-  line: int | None = Field(None, description='The line of the file, from 1, at which the tool failed.')
+  line: int | None = Field(None, ge=0, le=2**53, description='The line of the file, from 1, at which the tool failed.')
 
 
 class ResultsRequest(RequestBody):

@@ -487,6 +487,9 @@ def test_what_cannot_be_is_refused_in_a_sentence_that_names_it(world, path, body
     ({'sampling': {'temperature': -1}}, 'sampling.temperature'),
     ({'update': {'learning_rate': 'high'}}, 'update.learning_rate'),
     ({'colour': 'red'}, 'no field colour'),
+    ({'after_denial': 'ask'}, "after_denial: Input should be 'tell' or 'retry'"),
+    ({'tools': [{'type': 'function'}]}, 'tools.0: must be {"type": "function"'),
+    ({'tools': [{'name': 'x'}] * 129}, 'tools: List should have at most 128 items'),
   ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence_that_names_them(world, settings, words):
