@@ -35,6 +35,7 @@ from sdpo_jax.serving.web.schemas import (
   Teacher,
   Text,
   Tokens,
+  one_of,
 )
 
 # /v1/distill.
@@ -70,11 +71,7 @@ class DistillBody(RequestBody):
   teacher: Teacher | None = Field(None, description="As in FeedbackBody; null: the adapter's.")
   training: DistillTraining = Field(default_factory=DistillTraining)
 
-  @model_validator(mode='after')
-  def _one_adapter(self):
-    if sum(each is not None for each in (self.lora_uri, self.lora_id, self.id)) != 1:
-      raise ValueError('name the adapter in one of lora_uri, lora_id and id')
-    return self
+  _one_adapter = one_of('lora_uri', 'lora_id', 'id')
 
   @property
   def adapter(self) -> str:
@@ -272,11 +269,7 @@ class CompletionScoreBody(Named):
   prompt: Text | Tokens | None = Field(None, description='Alternatively, a text or token ids.')
   completion: Text | Tokens
 
-  @model_validator(mode='after')
-  def _one_prompt(self):
-    if (self.messages is None) == (self.prompt is None):
-      raise ValueError('send one of messages and prompt')
-    return self
+  _one_prompt = one_of('messages', 'prompt')
 
 
 class CompletionScoreSaid(ResponseBody):
