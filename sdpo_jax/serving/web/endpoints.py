@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 from starlette.concurrency import run_in_threadpool
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _LARGE = 2**16  # Bytes of a body that is parsed while no other one of that size is.
 JSON, SSE = 'application/json', 'text/event-stream'
 _ETAG = re.compile(r'"(\d{1,9})"')
-_Handler = TypeVar('_Handler', bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +64,14 @@ class Operation:
     return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
 
 
-def operation(**values: Any) -> Callable[[_Handler], _Handler]:
-  """Return a decorator that attaches an `Operation` to a handler."""
+def handled(method: str, path: str, **values: Any) -> Callable[[Callable[..., Any]], Route]:
+  """Return a decorator that makes the route of a handler of starlette; `values` are fields of its `Operation`."""
 
-  def say(handler: _Handler) -> _Handler:
+  def made(handler: Callable[..., Any]) -> Route:
     handler.operation = Operation(**values)  # type: ignore[attr-defined]
-    return handler
+    return Route(path, handler, methods=[method])
 
-  return say
+  return made
 
 
 def operation_of(route: BaseRoute) -> Operation:
