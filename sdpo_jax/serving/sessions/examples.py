@@ -13,19 +13,13 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.records import in_effect
 from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import dialogue_of
-from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
+from sdpo_jax.serving.sessions.session_records import AgentSession, JsonObject, SessionExample, SessionTurn, Text
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL
-from sdpo_jax.serving.tool_calls import Form, ToolCall, flaw_of
+from sdpo_jax.serving.tool_calls import Form, ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
 State = Literal['waiting', 'learned', 'rejected', 'undone']  # Rejected: by a guard.
 FORMAT: Literal[1] = 1
-
-
-def _sound(value: dict[str, Any]) -> dict[str, Any]:
-  if flaw := flaw_of(value):
-    raise ValueError(f'holds {flaw}')
-  return value
 
 
 def _for_each_token(values: Sequence[float] | None, info: pydantic.ValidationInfo) -> Sequence[float] | None:
@@ -38,8 +32,6 @@ def _for_each_token(values: Sequence[float] | None, info: pydantic.ValidationInf
 _Number = Annotated[int, Field(ge=0, lt=2**31)]
 _Tokens = Annotated[tuple[_Number, ...], Field(min_length=1)]
 _LogProbs = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None, AfterValidator(_for_each_token)]
-_Text = Annotated[str, Field(max_length=1_000_000)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_sound)]  # What can be tokenized, stored and sent.
 
 
 def _call(value: Any) -> Any:
@@ -70,7 +62,7 @@ class TrainingExample:
   __pydantic_config__ = pydantic.ConfigDict(extra='forbid', strict=True)
 
   format: Literal[1]  # Those of other versions of sdpo_jax have another number.
-  session: _Text
+  session: Text
   turn: _Number
   kind: Kind
   state: State
@@ -80,20 +72,20 @@ class TrainingExample:
   messages: tuple[_Message, ...]
   tools: tuple[JsonObject, ...]
   tool_form: Form | None
-  text: _Text  # The text of the proposal.
-  said: _Text  # The text without thinking and calls.
+  text: Text  # The text of the proposal.
+  said: Text  # The text without thinking and calls.
   ended: bool  # Whether the model ended its turn.
   calls: tuple[_Call, ...]
-  demonstration: _Text | None  # This, feedback and environment are what the teacher reads.
+  demonstration: Text | None  # This, feedback and environment are what the teacher reads.
   demonstrated: tuple[_Call, ...]  # The calls in the demonstration, if it consists of calls only.
-  feedback: _Text | None
-  environment: _Text | None
+  feedback: Text | None
+  environment: Text | None
   prompt_tokens: _Tokens
   tokens: _Tokens
   # [T] when they were sampled; None: that was from another prompt.
   log_probs: _LogProbs = dataclasses.field(compare=False)
   teacher_prompt: tuple[_Number, ...]
-  tokenizer: _Text  # Its fingerprint; a service with another tokenizer learns from the texts.
+  tokenizer: Text  # Its fingerprint; a service with another tokenizer learns from the texts.
   teacher: JsonObject | None  # This and the following fields are settings of the session.
   update: JsonObject
   guards: JsonObject | None

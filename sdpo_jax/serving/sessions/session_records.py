@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
+from pydantic import AfterValidator, Field
+import pydantic.dataclasses
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
@@ -16,10 +19,21 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import check_teacher, learning_of
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.serving.sample_requests import SampleOptions
-from sdpo_jax.serving.tool_calls import Form, ToolCall
+from sdpo_jax.serving.tool_calls import Form, ToolCall, flaw_of
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
+
+
+def _sound(value: dict[str, Any]) -> dict[str, Any]:
+  if flaw := flaw_of(value):
+    raise ValueError(f'holds {flaw}')
+  return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_sound)]  # What can be tokenized, stored and sent.
+Text = Annotated[str, Field(max_length=1_000_000)]
+Label = Annotated[str, Field(max_length=200)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +146,17 @@ class Decision:
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra='forbid', strict=True))
 class ToolResult:
   """The result of a tool call, as the client reports it."""
 
-  call: int  # The index of the call in the turn.
-  ok: bool  # Whether the tool succeeded.
-  text: str  # The output for the model; after a failure it begins with a sentence about it.
-  exit_code: int | None = None  # For commands.
-  stderr: str | None = None  # The end of stderr, unless the text contains it.
-  field: str | None = None  # The name of the invalid argument.
-  line: int | None = None  # The line of the file, from 1, at which the tool failed.
+  ok: bool = Field(description='Whether the tool succeeded.')
+  text: Text = Field(description='The output that the model reads; after a failure with a sentence about it before.')
+  call: int = Field(0, ge=0, description='The index of the call in the proposal.')
+  exit_code: int | None = Field(None, ge=-(2**31), lt=2**31, description='The exit code of a command.')
+  stderr: Text | None = Field(None, description='The end of the stderr of a command, unless the text contains it.')
+  field: Label | None = Field(None, description='The name of the invalid argument.')
+  line: int | None = Field(None, ge=0, le=2**53, description='The line of the file, from 1, at which the tool failed.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,44 +175,40 @@ class MovedAnswers:
   """The log-probs of whole answers on the prompt of a lesson, before and after learning; None: not measured."""
 
   turn: int
-  rejected: Sequence[float | None] | None  # Of the proposal that was denied or edited.
-  wanted: Sequence[float | None] | None  # Of the edited proposal.
+  rejected: tuple[float | None, ...] | None  # Of the proposal that was denied or edited.
+  wanted: tuple[float | None, ...] | None  # Of the edited proposal.
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class LearnedTurns:
   """The result of learning from turns of a session."""
 
   version_before: int
-  version_after: int  # Equal to version_before if nothing was committed.
-  accepted: bool  # Whether no guard rejected a new version, and enough examples were there.
-  reason: str | None  # Why a guard rejected the new version; None: none did.
-  turns: Sequence[int] = ()  # The numbers of the turns that were learned from.
-  waiting: int = 0  # The number of examples that wait for others (`min_sdpo_examples`).
-  # KL(teacher‖student) in nats, the mean over the tokens of the answer, from the teacher's most likely tokens and a
-  # tail bucket; None: not measured.
-  divergence_before: float | None = None
-  divergence_after: float | None = None  # Likewise for the new version, to the same teacher.
-  moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
-  seconds: float | None = None  # None: the process died after learning, before it noted more.
-  answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
-  # Those of the feedback, and a sentence for each rejected answer that is likelier, or wanted one that is less so.
-  warnings: Sequence[str] = ()
-  unchanged: bool = False  # Whether every gradient was 0, so that there was nothing to commit.
-
-  @classmethod
-  def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
-    """Return a result from the JSON of `to_json`."""
-    moved = tuple(MovedToken(**each) for each in values['moved'])
-    answers = tuple(
-      MovedAnswers(each['turn'], *(each[name] and tuple(each[name]) for name in ('rejected', 'wanted')))
-      for each in values.get('answers', ())
-    )
-    lists = {name: tuple(values.get(name, ())) for name in ('turns', 'warnings')}
-    return cls(**{**values, **lists, 'moved': moved, 'answers': answers})
+  version_after: int = Field(description='Equal to version_before if nothing was committed.')
+  accepted: bool = Field(description='Whether no guard rejected a new version, and enough examples were there.')
+  reason: str | None = Field(description='Why a guard rejected the new version; null: none did.')
+  turns: tuple[int, ...] = Field((), description='The numbers of the turns that were learned from.')
+  waiting: int = Field(0, description='The number of examples that wait until there are min_sdpo_examples.')
+  divergence_before: float | None = Field(
+    None,
+    description="KL(teacher‖student) in nats, the mean over the tokens of the answer, from the teacher's most likely "
+    'tokens and a tail bucket; null: not measured.',
+  )
+  divergence_after: float | None = Field(None, description='Likewise for the new version, to the same teacher.')
+  moved: tuple[MovedToken, ...] = Field(
+    (), description='The tokens whose log-probs changed most, the largest change first.'
+  )
+  seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
+  answers: tuple[MovedAnswers, ...] = Field(
+    (),
+    description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
+    "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
+  )
+  warnings: tuple[str, ...] = Field((), description='As in a feedback, or about answers that moved wrongly.')
+  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
 
   def to_json(self) -> dict[str, Any]:
-    """Return the result as JSON, in the form that `from_json` reads."""
+    """Return the result as JSON, fields by name."""
     return dataclasses.asdict(self)
 
 

@@ -124,7 +124,7 @@ def decide(asked: Incoming) -> Reply:
 
 def results(asked: Incoming) -> Reply:
   """Add the results of a proposal's calls; the adapter learns from failures if `learn_from_results` is set."""
-  given = [ToolResult(**vars(each)) for each in asked.body.results]
+  given: list[ToolResult] = asked.body.results
   _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given, asked.body.digest)
   return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
@@ -137,7 +137,7 @@ def flush(asked: Incoming) -> Reply:
 
 
 def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
-  """Return the result of learning as `LearnedSaid`, and count it in the metrics."""
+  """Return the result of learning as JSON, and count it in the metrics."""
   if learned is None:
     return None
   if learned.version_after != learned.version_before:

@@ -6,12 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from sdpo_jax.serving.sessions.examples import JsonObject
-from sdpo_jax.serving.sessions.session_records import SessionSettings
+from sdpo_jax.serving.sessions.session_records import (
+  JsonObject,
+  Label,
+  LearnedTurns,
+  SessionSettings,
+  Text,
+  ToolResult,
+)
 from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Update
-
-Label = Annotated[str, Field(max_length=200)]
-Text = Annotated[str, Field(max_length=1_000_000)]
 
 
 def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
@@ -116,22 +119,10 @@ class DecisionRequest(RequestBody):
   call: int = Field(0, ge=0, description='For edit: the index of the call in the proposal.')
 
 
-class ToolResultGiven(RequestBody):
-  """The result of a tool call."""
-
-  call: int = Field(0, ge=0, description='The index of the call in the proposal.')
-  ok: bool = Field(description='Whether the tool succeeded.')
-  text: Text = Field(description='The output that the model reads.')
-  exit_code: int | None = Field(None, ge=-(2**31), lt=2**31, description='The exit code of a command.')
-  stderr: Text | None = Field(None, description='The end of the stderr of a command.')
-  field: Label | None = Field(None, description='The name of the invalid argument.')
-  line: int | None = Field(None, ge=0, le=2**53, description='The line of the file, from 1, at which the tool failed.')
-
-
 class ResultsRequest(RequestBody):
   """The results of all calls of a turn."""
 
-  results: Annotated[list[ToolResultGiven], Field(min_length=1, max_length=64)]
+  results: Annotated[list[ToolResult], Field(min_length=1, max_length=64)]
   digest: Label | None = Field(
     None, description='The digest of the turn, after the decision, whose calls were run; otherwise as in a decision.'
   )
@@ -201,32 +192,6 @@ class TurnSaid(ResponseBody):
   )
 
 
-class LearnedSaid(ResponseBody):
-  """The result of learning from turns of a session."""
-
-  version_before: int
-  version_after: int = Field(description='Equal to version_before if nothing was committed.')
-  accepted: bool
-  reason: str | None = Field(None, description='Why a guard rejected the new version.')
-  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
-  turns: list[int] = Field(description='The numbers of the turns that were learned from.')
-  waiting: int = Field(description='The number of examples that wait until there are min_sdpo_examples.')
-  divergence_before: float | None = Field(None, description='KL(teacher‖student) per token, in nats.')
-  divergence_after: float | None = Field(None, description='The same for the new version.')
-  moved: list[dict[str, Any]] = Field(
-    description='The tokens whose log-probs changed most: position, token, text, before, after.'
-  )
-  seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
-  answers: list[dict[str, Any]] = Field(
-    default_factory=list,
-    description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
-    "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
-  )
-  warnings: list[str] = Field(
-    default_factory=list, description='As in a feedback, or about answers that moved wrongly.'
-  )
-
-
 class SessionTurnsSaid(PageSaid):
   """A session with its turns."""
 
@@ -244,16 +209,16 @@ class DecidedSaid(ResponseBody):
   """A turn after a decision or results, and what was learned from it."""
 
   turn: TurnSaid
-  learned: LearnedSaid | None = None
+  learned: LearnedTurns | None = None
 
 
 class FlushedSaid(ResponseBody):
   """What was learned from the waiting examples."""
 
-  learned: LearnedSaid | None = Field(None, description='Null: no example was waiting.')
+  learned: LearnedTurns | None = Field(None, description='Null: no example was waiting.')
 
 
 class ReplayedSaid(ResponseBody):
   """What was learned in each step of a replay."""
 
-  learned: list[LearnedSaid]
+  learned: list[LearnedTurns]

@@ -46,7 +46,7 @@ from tests.serving.store.store_cases import arrays, open_store
 OWNER, SESSIONS, ADAPTERS = 'ada', 8, 4
 RETENTION = Retention(keep_versions=2)  # So that the folders of long histories stay small.
 DENY, DENY_ONLY, EDIT = Decision('deny', 'Use rg.'), Decision('deny'), Decision('edit', arguments={'p': 'y'})
-FAILED = ToolResult(0, False, 'It failed.', exit_code=1)
+FAILED = ToolResult(False, 'It failed.', exit_code=1)
 _HI = [{'role': 'user', 'content': 'Hi'}]
 _LONG = 10**6  # Tokens of prompts.
 

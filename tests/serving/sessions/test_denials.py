@@ -98,7 +98,7 @@ def test_what_was_denied_stays_once_the_conversation_goes_on(ada, script):
   first, _ = denied(ada, script, where, 'Use r.', messages=HI)
   second = proposed(ada, script, where, called(READ), [{'role': 'user', 'content': 'Well?'}])
   Sessions(ada).decide(*where, 1, Decision('approve'))
-  Sessions(ada).results(*where, 1, [ToolResult(0, True, 'x')])
+  Sessions(ada).results(*where, 1, [ToolResult(True, 'x')])
   third, _ = denied(ada, script, where, 'Not so.', called(GREP_A))
   assert list(third.prompt_tokens[: len(second.prompt_tokens)]) == list(second.prompt_tokens)
   _, rehearsed, last = sorted(Sessions(ada).examples(*where), key=lambda each: each.turn)

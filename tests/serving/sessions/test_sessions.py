@@ -41,7 +41,7 @@ from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES
 from sdpo_jax.serving.tool_calls import ToolCall
 from sdpo_jax.serving.web.error_responses import invalid
-from sdpo_jax.serving.web.session_schemas import DecisionRequest, OpenSession, ToolResultGiven
+from sdpo_jax.serving.web.session_schemas import DecisionRequest, OpenSession, ResultsRequest
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -131,7 +131,7 @@ def test_denials_without_a_gradient_move_no_bit(ada, script, service, monkeypatc
   for _ in range(count):
     learned = denied(ada, script, where, messages=())
     assert (learned.unchanged, learned.accepted, learned.version_before, learned.version_after) == (True, True, 1, 1)
-    assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+    assert LearnedTurns(**json.loads(json.dumps(learned.to_json()))) == learned
   assert [each.digest for each in ada.versions(adapter)][1:] == [version.digest]
   ours = service.worker.arrays(version.engine_name)
   assert {name: array.tobytes() for name, array in ours.items()} == before
@@ -182,7 +182,7 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
   assert (turn.status, learned) == ('approved', None)
   with pytest.raises(InvalidRequest, match='nothing to answer'):
     Sessions(ada).propose(*where)
-  turn, learned = Sessions(ada).results(*where, 1, [ToolResult(0, True, 'a:x')])
+  turn, learned = Sessions(ada).results(*where, 1, [ToolResult(True, 'a:x')])
   assert learned is None and turn.results[0].text == 'a:x' and turn.status == 'approved'
   with pytest.raises(InvalidRequest, match='already has the results of turn 1'):
     Sessions(ada).propose(*where, [{'role': 'tool', 'content': 'a:x'}])
@@ -220,7 +220,7 @@ def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, co
       Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}.'))
       continue
     Sessions(ada).decide(*where, number, APPROVE)
-    Sessions(ada).results(*where, number, [ToolResult(0, True, f'begin {number} ' + 'x' * 20_000 + f' end {number}')])
+    Sessions(ada).results(*where, number, [ToolResult(True, f'begin {number} ' + 'x' * 20_000 + f' end {number}')])
   prompts = [service.tokenizer.decode(turn.prompt_tokens) for turn in turns]
   assert max(len(turn.prompt_tokens) for turn in turns) <= 32_768
   assert [turn.compacted for turn in turns[:4]] == [False, False, False, True]
@@ -246,7 +246,7 @@ def test_denials_do_not_end_a_session(ada, script, service, monkeypatch):
     Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}. ' + 'Why? ' * 5))
     turns.append(proposed(ada, script, where, called(READ), ()))
     Sessions(ada).decide(*where, number + 1, APPROVE)
-    Sessions(ada).results(*where, number + 1, [ToolResult(0, True, 'Found.')])
+    Sessions(ada).results(*where, number + 1, [ToolResult(True, 'Found.')])
   said = service.tokenizer.decode(turns[-1].prompt_tokens)
   assert 'Reason 38.' in said and 'Reason 0.' not in said and 'left out here' in said
 
@@ -256,12 +256,12 @@ def test_results_can_be_replaced_until_a_turn_has_read_them(ada, script, service
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
   for text in ('one', 'two', 'two'):
-    turn, _ = Sessions(ada).results(*where, 0, [ToolResult(0, True, text)])
+    turn, _ = Sessions(ada).results(*where, 0, [ToolResult(True, text)])
   second = proposed(ada, script, where, 'Done.', ())
   said = service.tokenizer.decode(second.prompt_tokens)
   assert turn.results[0].text == 'two' and 'two' in said and 'one' not in said
   with pytest.raises(TurnConflict, match='already has other results, which a later turn has read'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'one')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'one')])
 
 
 def test_messages_after_a_denial_join_those_that_were_not_answered(ada, script, service):
@@ -286,7 +286,7 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
   [example] = Sessions(ada).examples(adapter)
   assert (example.kind, example.demonstration) == ('edit', called(GREP_A)) and list(example.tokens) == first.tokens
   assert called(GREP_A) in service.tokenizer.decode(example.teacher_prompt)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   second = proposed(ada, script, where, 'Done.', ())
   kept = [*first.prompt_tokens, *service.tokenizer.encode(called(GREP_A)), service.tokenizer.eos_token_id]
   assert second.prompt_tokens[: len(kept)] == kept
@@ -375,7 +375,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   adapter, _ = where = opened(ada, learn_from_results=True, title='Tools')
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
-  failed = ToolResult(0, False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
+  failed = ToolResult(False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
   with pytest.raises(InvalidRequest, match='one result for each of them'):
     Sessions(ada).results(*where, 0, [failed, failed])
   turn, learned = Sessions(ada).results(*where, 0, [failed])
@@ -384,7 +384,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   assert learned.accepted and turn.learned == learned and turn.status == 'approved'
   assert Sessions(ada).results(*where, 0, [failed]) == (turn, learned)
   with pytest.raises(TurnConflict, match='other results'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'x')])
 
 
 def test_examples_wait_until_there_are_enough_and_are_learned_together(ada, script):
@@ -418,7 +418,7 @@ def test_what_was_right_is_rehearsed_beside_a_correction(ada, script):
   for number, text in enumerate((READ, GREP_A)):
     proposed(ada, script, where, called(text), HI if number == 0 else ())
     Sessions(ada).decide(*where, number, APPROVE)
-    Sessions(ada).results(*where, number, [ToolResult(0, True, '')])
+    Sessions(ada).results(*where, number, [ToolResult(True, '')])
   learned = denied(ada, script, where, messages=())
   assert learned.turns == (2,)
   assert ada.version(adapter).details['session']['examples'] == [[1, 'rehearsal'], [2, 'denial']]
@@ -487,7 +487,7 @@ def test_what_is_decided_stays_decided(ada, script):
     with pytest.raises(TurnConflict, match='already denied'):
       Sessions(ada).decide(*where, 0, other)
   with pytest.raises(TurnConflict, match='send results for'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'x')])
   answered = proposed(ada, script, where, 'Yes.', ())
   proposed(ada, script, where, 'No.', HI)
   with pytest.raises(TurnConflict, match='newest turn is') as raised:
@@ -616,9 +616,10 @@ def test_settings_that_cannot_be_are_refused_by_their_field(ada, said, field):
     (DecisionRequest, {'decision': 'deny', 'correction': 3}, 'correction'),
     (DecisionRequest, {'decision': 'deny', 'correction': 'half \ud83d'}, None),
     (DecisionRequest, {'decision': 'edit', 'arguments': {}, 'call': True}, 'call'),
-    (ToolResultGiven, {'call': 0, 'ok': True}, 'text'),
-    (ToolResultGiven, {'call': 0, 'ok': 1, 'text': ''}, 'ok'),
-    (ToolResultGiven, {'call': 0, 'ok': True, 'text': '', 'exit_code': 'x'}, 'exit_code'),
+    (ResultsRequest, {'results': [{'call': 0, 'ok': True}]}, 'results.0.text'),
+    (ResultsRequest, {'results': [{'call': 0, 'ok': 1, 'text': ''}]}, 'results.0.ok'),
+    (ResultsRequest, {'results': [{'ok': True, 'text': '', 'exit_code': 'x'}]}, 'results.0.exit_code'),
+    (ResultsRequest, {'results': [{'ok': True, 'text': '', 'colour': 'x'}]}, 'results.0.colour'),
   ],
 )
 def test_what_is_none_is_refused_by_its_field(read, said, field):
@@ -847,7 +848,7 @@ def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were
   adapter, _ = where = opened(ada, min_sdpo_examples=2, rehearse=1)
   proposed(ada, script, where, called(READ))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   for _ in range(3):
     denied(ada, script, where, messages=())
   found = Sessions(ada).examples(adapter)
@@ -872,7 +873,7 @@ def test_what_was_undone_is_marked_and_not_learned_by_holder(ada, script, servic
   adapter, _ = where = opened(ada, rehearse=1)
   proposed(ada, script, where, called(READ))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   for _ in range(2):
     denied(ada, script, where, messages=())
   ada.undo(adapter, None)
@@ -897,7 +898,7 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
   adapter, _ = where = opened(ada, system='S')
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   denied(ada, script, where, messages=())
   turn = Sessions(ada).turns(*where)[1]
   [example] = Sessions(ada).examples(adapter)
@@ -922,7 +923,7 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
 
 def test_records_are_json_and_back():
   learned = LearnedTurns(0, 1, True, None, (0,), 0, 0.5, 0.25, (), 0.1)
-  assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+  assert LearnedTurns(**json.loads(json.dumps(learned.to_json()))) == learned
   for decision in (DENY, APPROVE, Decision('edit', 'x', {'a': [1]}, 2)):
     assert Decision(**json.loads(json.dumps(decision.to_json()))) == decision
   settings = SessionSettings(tools=TOOLS, teacher={'kind': 'ema'}, update={'steps': 2}, sampling={'stop': ['x']})
