@@ -31,10 +31,12 @@ from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
 _SESSIONS, _EXAMPLES = f'{native.ADAPTER}/sessions', f'{native.ADAPTER}/examples'
+_REPLAY = f'{native.ADAPTER}/replay'
 _SESSION = _SESSIONS + '/{session}'
 _TURN = _SESSION + '/turns/{n}'
 NDJSON = 'application/x-ndjson'
 Proposal = Iterator[SampleDraft | SessionTurn]
+_guarded = functools.partial(route, guarded=True)
 
 
 def list_sessions(asked: Incoming) -> Reply:
@@ -93,8 +95,8 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[py
     return Reply({'turn': turn.to_json()})
 
   at_once.__doc__ = begin.__doc__
-  said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
-  return route('POST', path, at_once, functools.partial(streamed, begin), **said)
+  stream = functools.partial(streamed, begin)
+  return _guarded('POST', path, at_once, stream, body=body, response=schemas.ProposedSaid, token=True)
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> Iterator[ServerSentEvent]:
@@ -225,41 +227,20 @@ def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str,
   raise AssertionError('Sessions store decisions and results themselves, and respond to a repeat from these.')
 
 
-_KEPT: dict[str, Any] = {'again': _decided_again, 'guarded': True, 'token': True}
+_SELECTED = {'session': 'Only return examples of this session.'} | PAGED
+_ONCE: dict[str, Any] = {'again': _decided_again, 'token': True}
 ROUTES: list[Route] = [
-  route('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid, guarded=True),
-  route(
-    'POST',
-    _SESSIONS,
-    open_session,
-    body=schemas.OpenSession,
-    response=schemas.OpenedSaid,
-    status=201,
-    guarded=True,
-    secret=True,
+  _guarded('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid),
+  _guarded(
+    'POST', _SESSIONS, open_session, body=schemas.OpenSession, response=schemas.OpenedSaid, status=201, secret=True
   ),
-  route('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid, guarded=True),
-  route('DELETE', _SESSION, delete_session, response=DeletedSaid, guarded=True, token=True),
+  _guarded('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid),
+  _guarded('DELETE', _SESSION, delete_session, response=DeletedSaid, token=True),
   _drawn(f'{_SESSION}/turns', propose, schemas.ProposeRequest),
   _drawn(f'{_TURN}/retry', retry, schemas.RetryRequest),
-  route('POST', f'{_TURN}/decision', decide, body=schemas.DecisionRequest, response=schemas.DecidedSaid, **_KEPT),
-  route('POST', f'{_TURN}/results', results, body=schemas.ResultsRequest, response=schemas.DecidedSaid, **_KEPT),
-  route('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_KEPT),
-  route(
-    'GET',
-    _EXAMPLES,
-    examples,
-    query={'session': 'Only return examples of this session.'} | PAGED,
-    answers=NDJSON,
-    guarded=True,
-  ),
-  route(
-    'POST',
-    f'{native.ADAPTER}/replay',
-    replay,
-    response=schemas.ReplayedSaid,
-    content_type=NDJSON,
-    again=_decided_again,
-    guarded=True,
-  ),
+  _guarded('POST', f'{_TURN}/decision', decide, body=schemas.DecisionRequest, response=schemas.DecidedSaid, **_ONCE),
+  _guarded('POST', f'{_TURN}/results', results, body=schemas.ResultsRequest, response=schemas.DecidedSaid, **_ONCE),
+  _guarded('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_ONCE),
+  _guarded('GET', _EXAMPLES, examples, query=_SELECTED, answers=NDJSON),
+  _guarded('POST', _REPLAY, replay, response=schemas.ReplayedSaid, content_type=NDJSON, again=_decided_again),
 ]
