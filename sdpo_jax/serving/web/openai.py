@@ -240,11 +240,7 @@ def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -
 async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], CompletionJob]) -> Response:
   account: Account = request.state.account
   content = await request.body()
-
-  def prepare() -> CompletionJob:
-    return job_of(account, parse(kind, _json(content)))
-
-  job = await run_in_threadpool(prepare)
+  job = await run_in_threadpool(lambda: job_of(account, parse(kind, _json(content))))
   if job.asked.stream:
     return await events.stream(request, _events(account, job))
   # Serialize there, too: a large response would block the event loop here.
