@@ -115,7 +115,7 @@ def invalid(error: pydantic.ValidationError, fields: Iterable[str] = (), what: s
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
     return InvalidRequest(f'{what} is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.')
-  if first['type'] == 'extra_forbidden':
+  if first['type'] in ('extra_forbidden', 'unexpected_keyword_argument'):
     hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
     more = ': /openapi.json lists all fields.' if hint == '.' else hint
     return InvalidRequest(f'There is no field {path}{more}', field=path)

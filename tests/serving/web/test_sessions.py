@@ -465,6 +465,7 @@ def test_lines_that_are_no_examples_are_refused_by_their_number(world, line):
     ('turns/0/decision', {'decision': 'approve', 'correction': 'x'}, 'correction'),
     ('turns/0/decision', {'decision': 'deny', 'correction': 'é' * 1001}, 'serve.limits.max_message_bytes'),
     ('turns/0/results', {'results': []}, 'results'),
+    ('turns/0/results', {'results': [{'ok': True, 'text': '', 'colour': 1}]}, 'no field results.0.colour'),
     ('turns/0/results', {'results': [{'call': 0, 'ok': 'yes', 'text': ''}]}, 'results.0.ok'),
     ('turns/one/decision', DENIAL, 'whole number'),
   ],
