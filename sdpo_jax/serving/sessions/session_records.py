@@ -20,9 +20,11 @@ from sdpo_jax.serving.feedback_request import check_teacher, learning_of
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.serving.sample_requests import SampleOptions
 from sdpo_jax.serving.tool_calls import Form, ToolCall, flaw_of
+from sdpo_jax.serving.web.schemas import Number, RequestBody, Teacher, Update
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
+_STRICT = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
 def _sound(value: dict[str, Any]) -> dict[str, Any]:
@@ -36,30 +38,71 @@ Text = Annotated[str, Field(max_length=1_000_000)]
 Label = Annotated[str, Field(max_length=200)]
 
 
-@dataclasses.dataclass(frozen=True)
-class SessionSettings:
-  """The settings of a session: how it samples proposals, and how it learns from decisions."""
+def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
+  function = tool.get('function', tool)
+  if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not function['name']:
+    raise ValueError('must be {"type": "function", "function": {"name": …, "description": …, "parameters": …}}')
+  return tool
 
-  system: str | None = None  # The system message; None: the one of the chat template, if any.
-  # JSON schemas, as chat templates take them.
-  tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-  title: str = ''  # A label for people.
-  min_sdpo_examples: int = 1  # How many examples to learn together; fewer wait.
-  teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
-  update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
-  guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
-  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields of `SampleOptions`, but no seed.
-  # Whether a denied proposal stays in the conversation, with the reason in place of the results of its calls ('tell'),
-  # or leaves it, so that the next proposal answers the same prompt ('retry'). Lessons are on the prompt without it.
-  after_denial: Literal['tell', 'retry'] = 'tell'
-  # Whether an edited call is learned by cross-entropy and the proposed one as unwanted ('direct'), or both from the
-  # teacher, which reads the edit ('teacher'), as are edited answers that are longer than a completion may be.
-  learn_edits: Literal['direct', 'teacher'] = 'direct'
-  learn_from_results: bool = False  # Whether to learn from failed tools, too.
-  # How many of the newest approved proposals to learn with a correction, as their own demonstrations.
-  rehearse: int = 0
-  # Whether the teacher also reads the denied proposal; in the paper, that makes it a worse teacher (Table 6).
-  show_attempt: bool = False
+
+class SessionSampling(RequestBody):
+  """Sampling options of proposals; absent fields take the defaults of completions."""
+
+  max_tokens: int | None = Field(None, ge=1, description="The most tokens of a proposal; null: the service's limit.")
+  temperature: Number | None = Field(None, ge=0)
+  top_p: Number | None = Field(None, gt=0, le=1)
+  top_k: int | None = Field(None, ge=-1)
+  min_p: Number | None = Field(None, ge=0, lt=1)
+  stop: Annotated[list[str], Field(max_length=64)] | None = None
+
+
+def _given(update: Update) -> dict[str, Any]:
+  return update.model_dump(exclude_unset=True)  # null is another thing than absent.
+
+
+def _chosen(sampling: SessionSampling) -> dict[str, Any]:
+  return sampling.model_dump(exclude_none=True)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
+class SessionSettings:
+  """The settings of a session, fixed when it is opened: how it samples proposals, and how it learns from decisions."""
+
+  system: Text | None = Field(None, description='The system message of the conversation.')
+  tools: list[Annotated[JsonObject, AfterValidator(_with_name)]] = Field(
+    default_factory=list,
+    max_length=128,
+    description='JSON schemas of the tools that the model may call, as chat templates take them.',
+  )
+  title: Label = Field('', description='A title for people.')
+  min_sdpo_examples: int = Field(1, ge=1, lt=2**31, description='How many examples are learned together; fewer wait.')
+  teacher: Teacher | None = Field(
+    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
+  )
+  update: Annotated[Update, AfterValidator(_given)] = Field(default_factory=dict)
+  guards: dict[str, Number | None] | None = Field(None, description="Limits as in a feedback; null: the adapter's.")
+  sampling: Annotated[SessionSampling, AfterValidator(_chosen)] = Field(default_factory=dict)
+  learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
+  rehearse: int = Field(
+    0,
+    ge=0,
+    lt=2**31,
+    description='How many of the newest approved proposals to learn with a correction, so as to keep them.',
+  )
+  # In the paper, that makes it a worse teacher (Table 6).
+  show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
+  after_denial: Literal['tell', 'retry'] = Field(
+    'tell',
+    description='tell: a denied proposal stays in the conversation, with the reason in place of the results of its '
+    'calls, or as a message of the user; if that is longer than a prompt may be, it leaves. retry: it leaves, and the '
+    'next proposal answers the same prompt. What is learned is on the prompt without it.',
+  )
+  # An edited answer that is longer than a completion may be is learned from the teacher in any case.
+  learn_edits: Literal['direct', 'teacher'] = Field(
+    'direct',
+    description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
+    'the teacher, which reads the edited call.',
+  )
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings as JSON, fields by name."""
@@ -146,7 +189,7 @@ class Decision:
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
 
-@pydantic.dataclasses.dataclass(frozen=True, config=pydantic.ConfigDict(extra='forbid', strict=True))
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class ToolResult:
   """The result of a tool call, as the client reports it."""
 

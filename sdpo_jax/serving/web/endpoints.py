@@ -37,7 +37,8 @@ class Operation:
   """The properties of a route besides its path, methods and handler."""
 
   summary: str = ''
-  body: type[pydantic.BaseModel] | None = None  # Schema of the request body; None: there is none, or it is not JSON.
+  # Schema of the request body, a model or dataclass of pydantic; None: there is none, or it is not JSON.
+  body: Any = None
   response: type[pydantic.BaseModel] | None = None  # Schema of the response; None: not documented.
   status: int = 200
   content_type: str = JSON  # Content type of the request body.
@@ -149,14 +150,15 @@ def route(
     **values: further fields of its `Operation`.
   """
   known = Operation(**values)
+  reader = None if known.body is None else pydantic.TypeAdapter(known.body)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
-    state, alone = request.state, known.body is not None and len(content) > _LARGE
+    state, alone = request.state, reader is not None and len(content) > _LARGE
     try:
       with state.account.service.parsing.of(state.call) if alone else contextlib.nullcontext():
-        body = content if known.body is None else known.body.model_validate_json(content or b'{}')
+        body = content if reader is None else reader.validate_json(content or b'{}')
     except pydantic.ValidationError as error:
-      raise invalid(error, known.body.model_fields) from error
+      raise invalid(error, known.body.__pydantic_fields__) from error
     asked = incoming(request, body)
     if drawn is not None and body.stream:
       return drawn(asked)

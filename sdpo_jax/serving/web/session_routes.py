@@ -20,7 +20,7 @@ from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions.examples import READER, TrainingExample
-from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
@@ -48,10 +48,10 @@ def list_sessions(asked: Incoming) -> Reply:
 
 def open_session(asked: Incoming) -> Reply:
   """Open a session; the response is the only one with its token."""
-  body: schemas.OpenSession = asked.body
-  _check_size(asked, 'system', [body.system or ''])
-  _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
-  opened, token = Sessions(asked.account).open(asked.adapter, body.settings())
+  settings: SessionSettings = asked.body
+  _check_size(asked, 'system', [settings.system or ''])
+  _check_size(asked, 'tools', [json.dumps(settings.tools)], 'max_tools_bytes')
+  opened, token = Sessions(asked.account).open(asked.adapter, settings)
   said = {'session': opened.to_json(), 'token': token}
   return Reply(said, headers={'Location': f'{_SESSIONS.format(adapter=opened.adapter)}/{opened.id}'})
 
@@ -231,9 +231,7 @@ _SELECTED = {'session': 'Only return examples of this session.'} | PAGED
 _ONCE: dict[str, Any] = {'again': _decided_again, 'token': True}
 ROUTES: list[Route] = [
   _guarded('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid),
-  _guarded(
-    'POST', _SESSIONS, open_session, body=schemas.OpenSession, response=schemas.OpenedSaid, status=201, secret=True
-  ),
+  _guarded('POST', _SESSIONS, open_session, body=SessionSettings, response=schemas.OpenedSaid, status=201, secret=True),
   _guarded('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid),
   _guarded('DELETE', _SESSION, delete_session, response=DeletedSaid, token=True),
   _drawn(f'{_SESSION}/turns', propose, schemas.ProposeRequest),

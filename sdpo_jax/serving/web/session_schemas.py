@@ -4,79 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from sdpo_jax.serving.sessions.session_records import (
   JsonObject,
   Label,
   LearnedTurns,
-  SessionSettings,
   Text,
   ToolResult,
 )
-from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Update
-
-
-def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
-  function = tool.get('function', tool)
-  if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not function['name']:
-    raise ValueError('must be {"type": "function", "function": {"name": …, "description": …, "parameters": …}}')
-  return tool
-
-
-class SessionSampling(RequestBody):
-  """Sampling options of proposals; absent fields take the defaults of completions."""
-
-  max_tokens: int | None = Field(None, ge=1, description="The most tokens of a proposal; null: the service's limit.")
-  temperature: Number | None = Field(None, ge=0)
-  top_p: Number | None = Field(None, gt=0, le=1)
-  top_k: int | None = Field(None, ge=-1)
-  min_p: Number | None = Field(None, ge=0, lt=1)
-  stop: Annotated[list[str], Field(max_length=64)] | None = None
-
-
-class OpenSession(RequestBody):
-  """The settings of a session, fixed when it is opened."""
-
-  system: Text | None = Field(None, description='The system message of the conversation.')
-  tools: list[Annotated[JsonObject, AfterValidator(_with_name)]] = Field(
-    default_factory=list,
-    max_length=128,
-    description='JSON schemas of the tools that the model may call, as chat templates take them.',
-  )
-  title: Label = Field('', description='A title for people.')
-  min_sdpo_examples: int = Field(1, ge=1, lt=2**31, description='How many examples are learned together; fewer wait.')
-  teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
-  )
-  update: Update = Field(default_factory=Update)
-  guards: dict[str, Number | None] | None = Field(None, description="Limits as in a feedback; null: the adapter's.")
-  sampling: SessionSampling = Field(default_factory=SessionSampling)
-  learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
-  rehearse: int = Field(
-    0,
-    ge=0,
-    lt=2**31,
-    description='How many of the newest approved proposals to learn with a correction, so as to keep them.',
-  )
-  show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
-  after_denial: Literal['tell', 'retry'] = Field(
-    'tell',
-    description='tell: a denied proposal stays in the conversation, with the reason in place of the results of its '
-    'calls, or as a message of the user; if that is longer than a prompt may be, it leaves. retry: it leaves, and the '
-    'next proposal answers the same prompt. What is learned is on the prompt without it.',
-  )
-
-  learn_edits: Literal['direct', 'teacher'] = Field(
-    'direct',
-    description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
-    'the teacher, which reads the edited call.',
-  )
-
-  def settings(self) -> SessionSettings:
-    """Return the settings; an absent field of `update` is another thing than null."""
-    said = self.model_dump(exclude_unset=True, exclude={'sampling'})
-    return SessionSettings(**said, sampling=self.sampling.model_dump(exclude_none=True))
+from sdpo_jax.serving.web.schemas import PageSaid, RequestBody, ResponseBody
 
 
 class SessionMessage(RequestBody):

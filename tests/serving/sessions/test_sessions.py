@@ -41,7 +41,7 @@ from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES
 from sdpo_jax.serving.tool_calls import ToolCall
 from sdpo_jax.serving.web.error_responses import invalid
-from sdpo_jax.serving.web.session_schemas import DecisionRequest, OpenSession, ResultsRequest
+from sdpo_jax.serving.web.session_schemas import DecisionRequest, ResultsRequest
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -569,7 +569,7 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
 def parsed(body, said):
   """Return the body of a request as its route reads it."""
   try:
-    return body.model_validate_json(json.dumps(said))
+    return pydantic.TypeAdapter(body).validate_json(json.dumps(said))
   except pydantic.ValidationError as error:
     raise invalid(error) from error
 
@@ -602,7 +602,7 @@ def parsed(body, said):
 )
 def test_settings_that_cannot_be_are_refused_by_their_field(ada, said, field):
   with pytest.raises(InvalidRequest) as raised:
-    Sessions(ada).open(ada.create('one', seed=0)[0].id, parsed(OpenSession, RETRY | said).settings())
+    Sessions(ada).open(ada.create('one', seed=0)[0].id, parsed(SessionSettings, RETRY | said))
   assert raised.value.field == field and len(str(raised.value)) > 20
 
 
