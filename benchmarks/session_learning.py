@@ -199,7 +199,7 @@ def work(
       session = None
     else:
       Sessions(account).decide(adapter.id, session.id, proposed.n, Decision('approve'))
-      Sessions(account).results(adapter.id, session.id, proposed.n, [ToolResult(0, True, RESULT)])
+      Sessions(account).results(adapter.id, session.id, proposed.n, [ToolResult(True, RESULT)])
   after = right(account, adapter.id, tools, held_out(seed))
   groups = {
     'held_out': [True] * len(before),

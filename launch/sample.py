@@ -43,16 +43,8 @@ flags.DEFINE_integer('step', None, 'Step of the checkpoint that answers instead.
 flags.DEFINE_string(
   'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
 )
-flags.DEFINE_string(
-  'adapter',
-  None,
-  'With --model: LoRA adapter of it, as PEFT or launch.export writes it; a directory or a name on the hub.',
-)
-flags.DEFINE_string(
-  'cartridge',
-  None,
-  'With --model: cartridge of it; a directory, local or gs://…, a published .pt file, or a name on the hub.',
-)
+command.define_adapter('It goes with the --model that it was trained on.')
+command.define_cartridge('It goes with the --model that it was trained for.')
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
 PROMPTS = flags.DEFINE_string(
   'prompts', None, 'File of prompts instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'

@@ -131,14 +131,14 @@ def _of_learning(
     arguments = base, tree, token_rows(prompt, response)
     add(kind, function, arguments, ('base', held, 'batch'), (prompt, response), options=options)
 
-  def of_scores(of: str, reads: str, length: int) -> None:
-    """Add the programs that score the last `length` tokens, from the states that the program `reads` computes."""
+  def of_tokens(
+    kind: str, function: Callable[..., Any], reads: str, length: int, *each: int, base: str = 'base'
+  ) -> None:
+    """Add a program that scores the last `length` tokens, or ids for each, from what the program `reads` returns."""
     hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
-    inherits, holds = {0: (reads, 0), 1: (reads, 1)}, ('states', 'base', 'batch', 'batch')
-    targets, shown = array((rows, length), jnp.int32), array((rows, length), bool)
-    add(f'{of}scores', scoring.scores, (hidden, unembedding, targets, shown), holds, (length,), inherits=inherits)
-    ids = array((rows, length, settings.topk), jnp.int32)
-    add(f'{of}ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (length,), inherits=inherits)
+    asked, shown = array((rows, length, *each), jnp.int32), array((rows, length), bool)
+    holds, inherits = ('states', base, 'batch', 'batch'), {0: (reads, 0), 1: (reads, 1)}
+    add(kind, function, (hidden, unembedding, asked, shown), holds, (length,), inherits=inherits)
 
   for response in settings.response_buckets:
     for prompt in settings.prompt_buckets:
@@ -173,9 +173,9 @@ def _of_learning(
       (response,),
       inherits=states | {1: (f'first/{response}', 2)},
     )
-    scored, holds = (hidden, unembedding, targets, shown), ('states', 'base', 'batch', 'batch')
-    add('log probs', learning.log_probs, scored, holds, (response,), inherits={0: (reads, 0), 1: (reads, 1)})
-    of_scores('', heard, response)
+    of_tokens('log probs', learning.log_probs, reads, response)
+    of_tokens('scores', scoring.scores, heard, response)
+    of_tokens('ids', scoring.of_ids, heard, response, settings.topk)
     numbers = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), of_rows([Sdpo(topk=settings.topk)] * rows))
     batch = Batch(
       student=None,
@@ -203,55 +203,24 @@ def _of_learning(
         options=options,
       )
   if model is not None:
-    _add_model(add, model, settings, policy.vocab_size, token_rows, array, options)
+    other = scoring_functions(model.policy, settings.topk, settings.logits_chunk_size, policy.vocab_size)
+    for response in settings.response_buckets:
+      for prompt in settings.teacher_buckets:
+        arguments = model.base, {}, token_rows(prompt, response).replace(members=None)
+        holds, buckets = ('teacher base', 'batch', 'batch'), (prompt, response)
+        add('model', other.states, arguments, holds, buckets, options=options)
+      reads = f'model/{settings.teacher_buckets[-1]}×{response}'
+      of_tokens('model scores', other.scores, reads, response, base='teacher base')
   for length in settings.score_buckets:
     of_states('text', scoring.states, teacher[1], 'teachers', 1, length)
-    of_scores('text ', f'text/1×{length}', length)
+    of_tokens('text scores', scoring.scores, f'text/1×{length}', length)
+    of_tokens('text ids', scoring.of_ids, f'text/1×{length}', length, settings.topk)
   add('zero', learning.zero, (slots,), ('slots',))
   step_settings = StepSettings(*[np.zeros(settings.slots, np.float32)] * 6)
   stepped = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), step_settings)
   active = jax.ShapeDtypeStruct((settings.slots,), bool)
   add('step', learning.step, (state, slots, stepped, active), (_slot_parts(state), 'gradients', 'batch', 'batch'))
   return found
-
-
-def _add_model(
-  add: Callable[..., None],
-  model: Teacher,
-  settings: EngineSettings,
-  vocab_size: int,
-  token_rows: Callable[[int, int], TokenRows],
-  array: Callable[..., jax.ShapeDtypeStruct],
-  options: Any,
-) -> None:
-  """Add the programs in which another model scores completions.
-
-  Args:
-    add: adds a program; defined in `_of_learning`, as are `token_rows` and `array`.
-    model: the other model.
-    settings: the sizes of the engine.
-    vocab_size: V of the model that learns.
-    token_rows: makes abstract rows of a prompt and a completion.
-    array: makes an abstract array of rows.
-    options: the options of the compiler.
-  """
-  scoring = scoring_functions(model.policy, settings.topk, settings.logits_chunk_size, vocab_size)
-  for response in settings.response_buckets:
-    for prompt in settings.teacher_buckets:
-      arguments = model.base, {}, token_rows(prompt, response).replace(members=None)
-      holds, buckets = ('teacher base', 'batch', 'batch'), (prompt, response)
-      add('model', scoring.states, arguments, holds, buckets, options=options)
-    hidden, unembedding = jax.eval_shape(scoring.states, *arguments)
-    targets, shown = (array((settings.training_rows, response), dtype) for dtype in (jnp.int32, bool))
-    reads = f'model/{settings.teacher_buckets[-1]}×{response}'
-    add(
-      'model scores',
-      scoring.scores,
-      (hidden, unembedding, targets, shown),
-      ('states', 'teacher base', 'batch', 'batch'),
-      (response,),
-      inherits={0: (reads, 0), 1: (reads, 1)},
-    )
 
 
 def _of_pools(

@@ -19,18 +19,8 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import TEACHING_MODEL, TEACHING_VERSION, AdapterRecord, engine_name
 from sdpo_jax.types import Messages
 
-# The per-token lists that a response can have for a completion.
-DETAILS = (
-  'token_ids',
-  'tokens',
-  'log_probs_before',
-  'log_probs_after',
-  'teacher_log_probs',
-  'advantages',
-  'divergence',
-  'entropy',
-  'top',
-)
+NUMBERS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
+DETAILS = ('token_ids', 'tokens', *NUMBERS, 'top')  # The per-token lists that a response can have for a completion.
 MOST_TOP = 20  # The most tokens of the teacher that a response lists per position.
 # The kinds of teachers, each with the settings that it accepts.
 TEACHERS = {

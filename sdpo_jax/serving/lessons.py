@@ -26,7 +26,7 @@ from sdpo_jax.learning.scoring import Scored
 from sdpo_jax.models.token_texts import TokenTexts
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import Item
+from sdpo_jax.serving.feedback_request import NUMBERS, Item
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord
 from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.teacher import context
@@ -42,7 +42,6 @@ _LOSSES = {
   'as unwanted': Sdpo(alpha=0.0, topk=1, is_clip=None, divergence_weight=0.0, policy_weight=1.0),
 }
 _DIGITS = 7  # Decimal places of float32 numbers in responses.
-_LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 _SETTING = 'serve.teacher_buckets'  # Limits the teacher's prompt; named in error messages.
 
 
@@ -259,7 +258,7 @@ def of_item(
     per_token['token_ids'] = tokens
   if 'tokens' in detail:
     per_token['tokens'] = [texts.text_of(token) for token in tokens]
-  per_token |= {name: numbers(getattr(said, name)) for name in _LISTS if name in detail}
+  per_token |= {name: numbers(getattr(said, name)) for name in NUMBERS if name in detail}
   if 'top' in detail and top:
     rows = zip(said.teacher_top_ids[:, :top].tolist(), numbers(said.teacher_top_log_probs[:, :top]), strict=True)
     per_token['top'] = [

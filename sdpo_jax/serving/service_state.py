@@ -76,15 +76,15 @@ class EventLog:
       self._changed.notify_all()
     return event
 
-  def after(self, adapter: str, last: int | None) -> list[AdapterEvent]:
-    """Return the stored events of an adapter with ids above `last`; None: all of them."""
-    with self._changed:
-      return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
-
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[AdapterEvent]:
-    """Return the events with ids above `last`, after waiting up to `timeout` seconds for one; empty: there is none."""
+    """Return the stored events of an adapter with ids above `last` (None: all), after waiting for one if need be.
+
+    It waits up to `timeout` seconds; empty: there is none.
+    """
     with self._changed:
-      return self._changed.wait_for(lambda: self.after(adapter, last), timeout)
+      return self._changed.wait_for(
+        lambda: [event for event in self._events.get(adapter, ()) if last is None or event.id > last], timeout
+      )
 
   def forget(self, adapter: str) -> None:
     """Drop all events of an adapter."""

@@ -413,7 +413,7 @@ def test_what_is_deleted_is_gone_everywhere(ada):
 
 def test_events_tell_what_happened_and_go_on_from_the_last_one(ada):
   adapter, _ = ada.create('a')
-  [made] = ada.service.events.after(adapter.id, None)
+  [made] = ada.service.events.wait(adapter.id, None, 0)
   stream = ada.events(adapter.id, after=made.id, timeout=0.0)
   assert next(stream) is None
   ada.undo(adapter.id, 0, 0)
@@ -438,7 +438,7 @@ def test_feedback_makes_one_version_whoever_else_asks_and_says_what_it_does(ada)
     found = list(threads.map(ask, range(4)))
   [answer] = [each for each in found if each != 1]
   assert (answer['version_before'], answer['version_after'], answer['accepted']) == (0, 1, True)
-  kinds = [event.kind for event in ada.service.events.after(adapter.id, None)]
+  kinds = [event.kind for event in ada.service.events.wait(adapter.id, None, 0)]
   assert kinds == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
   assert logits(ada, 'a') != before[0] == logits(ada, 'a@0') and logits(ada, 'b') == before[1]
   [first, refused] = feedback.run_batch(ada, [FeedbackEntry(other.id, request), FeedbackEntry('nobody', request)])

@@ -299,7 +299,7 @@ def test_a_trial_says_what_a_commit_does_and_changes_nothing(ada):
     assert trial[name] == tried[name] == done[name]
   [*_, record] = ada.service.store.feedback(ada.owner, adapter.id)
   assert record['version_after'] == 2 and SAID not in json.dumps(record)
-  kinds = [event.kind for event in ada.service.events.after(adapter.id, None)]
+  kinds = [event.kind for event in ada.service.events.wait(adapter.id, None, 0)]
   assert kinds[-5:] == [*STAGES, 'committed']
 
 

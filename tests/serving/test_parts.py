@@ -96,8 +96,8 @@ def test_events_can_be_read_on_from_any_of_them():
   log, heard = EventLog(clock=lambda: 100.0), []
   made = [log.add('a', 'queued', {'n': n}) for n in range(3)]
   log.add('b', 'queued', {})
-  assert [event.details['n'] for event in log.after('a', None)] == [0, 1, 2]
-  assert log.after('a', made[1].id) == made[2:] == log.wait('a', made[1].id, 0.0)
+  assert [event.details['n'] for event in log.wait('a', None, 0)] == [0, 1, 2]
+  assert log.wait('a', made[1].id, 0) == made[2:]
   assert log.wait('a', made[2].id, 0.0) == []
   waiter = threading.Thread(target=lambda: heard.extend(log.wait('c', None, 60.0)))
   waiter.start()
@@ -107,7 +107,7 @@ def test_events_can_be_read_on_from_any_of_them():
   later = EventLog(clock=lambda: 101.0)
   assert later.add('a', 'queued', {}).id > late.id
   log.forget('a')
-  assert log.after('a', None) == []
+  assert log.wait('a', None, 0) == []
 
 
 def test_events_are_bounded(monkeypatch):
@@ -115,10 +115,10 @@ def test_events_are_bounded(monkeypatch):
   log = EventLog()
   for number in range(2 * service_state.KEPT_EVENTS):
     log.add('a', 'queued', {'n': number})
-  assert len(log.after('a', None)) == service_state.KEPT_EVENTS
+  assert len(log.wait('a', None, 0)) == service_state.KEPT_EVENTS
   for name in 'bcd':
     log.add(name, 'queued', {})
-  assert log.after('a', None) == []
+  assert log.wait('a', None, 0) == []
   assert len(log._events) == 3  # noqa: SLF001 (Nothing else tells what is kept.)
 
 

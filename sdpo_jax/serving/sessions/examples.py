@@ -2,87 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import numpy as np
+import pydantic
+from pydantic import AfterValidator, Field
 
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import in_effect
-from sdpo_jax.serving.sessions import json_fields, session_tables, teaching
+from sdpo_jax.serving.sessions import session_tables, teaching
 from sdpo_jax.serving.sessions.conversation import dialogue_of
-from sdpo_jax.serving.sessions.session_records import AgentSession, SessionExample, SessionTurn
+from sdpo_jax.serving.sessions.session_records import AgentSession, JsonObject, SessionExample, SessionTurn, Text
 from sdpo_jax.serving.sessions.session_tables import REHEARSAL
-from sdpo_jax.serving.tool_calls import FORMS, ToolCall
+from sdpo_jax.serving.tool_calls import Form, ToolCall
 
 Kind = Literal['denial', 'edit', 'result', 'rehearsal']
 State = Literal['waiting', 'learned', 'rejected', 'undone']  # Rejected: by a guard.
-FORMAT = 1
+FORMAT: Literal[1] = 1
+
+
+def _for_each_token(values: Sequence[float] | None, info: pydantic.ValidationInfo) -> Sequence[float] | None:
+  tokens = info.data.get('tokens')
+  if None not in (values, tokens) and len(values) != len(tokens):
+    raise ValueError('must be one number for each of the tokens, or null')
+  return values
+
+
+_Number = Annotated[int, Field(ge=0, lt=2**31)]
+_Tokens = Annotated[tuple[_Number, ...], Field(min_length=1)]
+_LogProbs = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None, AfterValidator(_for_each_token)]
+
+
+def _call(value: Any) -> Any:
+  named = isinstance(value, dict) and isinstance(value.get('name'), str)
+  if not named or not isinstance(value.get('arguments'), dict):
+    raise ValueError("a call needs 'name', a text, and 'arguments', an object")
+  return value
+
+
+def _message(value: dict[str, Any]) -> dict[str, Any]:
+  texts = ('role', 'content', 'said') if 'calls' in value else ('role', 'content')
+  calls = value.get('calls', [])
+  if not isinstance(calls, list) or not all(isinstance(value.get(name), str) for name in texts):
+    raise ValueError(f'a message needs {" and ".join(texts)}, all of them texts, and calls in a list')
+  for each in calls:
+    _call(each)
+  return value
+
+
+_Call = Annotated[JsonObject, AfterValidator(_call)]
+_Message = Annotated[JsonObject, AfterValidator(_message)]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingExample:
-  """A proposal with its conversation, and the texts that the teacher reads about it."""
+  """A proposal with its conversation, and the texts that the teacher reads about it; each field is JSON."""
 
-  session: str
-  turn: int
+  __pydantic_config__ = pydantic.ConfigDict(extra='forbid', strict=True)
+
+  format: Literal[1]  # Those of other versions of sdpo_jax have another number.
+  session: Text
+  turn: _Number
   kind: Kind
   state: State
-  versions: Sequence[int]  # The versions of the adapter in which it was learned.
-  drawn_by: int  # The version that proposed.
+  versions: tuple[_Number, ...]  # The versions of the adapter in which it was learned.
+  drawn_by: _Number  # The version that proposed.
   # The messages before the proposal, with role and content; those of the assistant have the raw text, and their calls.
-  messages: Sequence[Mapping[str, Any]]
-  tools: Sequence[Mapping[str, Any]]
-  tool_form: str | None
-  text: str  # The text of the proposal.
-  said: str  # The text without thinking and calls.
+  messages: tuple[_Message, ...]
+  tools: tuple[JsonObject, ...]
+  tool_form: Form | None
+  text: Text  # The text of the proposal.
+  said: Text  # The text without thinking and calls.
   ended: bool  # Whether the model ended its turn.
-  calls: Sequence[Mapping[str, Any]]
-  demonstration: str | None  # This, feedback and environment are what the teacher reads.
-  demonstrated: Sequence[Mapping[str, Any]]  # The calls in the demonstration, if it consists of calls only.
-  feedback: str | None
-  environment: str | None
-  prompt_tokens: Sequence[int]
-  tokens: Sequence[int]
-  # [T] float32, when they were sampled; None: that was from another prompt.
-  log_probs: np.ndarray | None = dataclasses.field(compare=False)
-  teacher_prompt: Sequence[int]
-  tokenizer: str  # Its fingerprint; a service with another tokenizer learns from the texts.
-  teacher: Mapping[str, Any] | None  # This and the following fields are settings of the session.
-  update: Mapping[str, Any]
-  guards: Mapping[str, Any] | None
+  calls: tuple[_Call, ...]
+  demonstration: Text | None  # This, feedback and environment are what the teacher reads.
+  demonstrated: tuple[_Call, ...]  # The calls in the demonstration, if it consists of calls only.
+  feedback: Text | None
+  environment: Text | None
+  prompt_tokens: _Tokens
+  tokens: _Tokens
+  # [T] when they were sampled; None: that was from another prompt.
+  log_probs: _LogProbs = dataclasses.field(compare=False)
+  teacher_prompt: tuple[_Number, ...]
+  tokenizer: Text  # Its fingerprint; a service with another tokenizer learns from the texts.
+  teacher: JsonObject | None  # This and the following fields are settings of the session.
+  update: JsonObject
+  guards: JsonObject | None
   show_attempt: bool
-  edited_tokens: Sequence[int] | None = None  # The edited answer, if it is learned without a teacher.
-  id: int | None = dataclasses.field(default=None, compare=False)  # Larger for later ones of the same service.
+  edited_tokens: tuple[_Number, ...] | None = None  # The edited answer, if it is learned without a teacher.
+  # Larger for later ones of the same service.
+  id: Annotated[int, Field(ge=0, lt=2**63)] | None = dataclasses.field(default=None, compare=False)
 
-  def to_json(self) -> dict[str, Any]:
-    """Return the example as JSON, in the form that `from_json` reads."""
-    found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-    lists = {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
-    log_probs = None if self.log_probs is None else [float(each) for each in self.log_probs]
-    return {'format': FORMAT, **found, **lists, 'log_probs': log_probs}
 
-  @classmethod
-  def from_json(cls, values: Any) -> TrainingExample:
-    """Validate JSON, and return it as an example.
-
-    Raises:
-      InvalidRequest: a field is invalid; the error names it.
-    """
-    names = [field.name for field in dataclasses.fields(cls)]
-    said = json_fields.known(values, ('format', *names), 'An example')
-    if said.pop('format', None) != FORMAT:
-      raise InvalidRequest(f'An example must have the format {FORMAT} of this version of sdpo_jax.', field='format')
-    said = {'edited_tokens': None, 'id': None} | said  # Examples from before they were there.
-    read = json_fields.fields_of(said, _READ, 'An example', names)
-    fits = read['log_probs'] is None or len(read['log_probs']) == len(read['tokens'])
-    if not fits or not read['tokens'] or not read['prompt_tokens']:
-      raise InvalidRequest(
-        'An example needs prompt_tokens, tokens, and log_probs for each token, or null.', field='log_probs'
-      )
-    return cls(**read)
+READER = pydantic.TypeAdapter(TrainingExample)  # Of lines as `as_json(vars(example))` writes them.
 
 
 def exported(account: Account, adapter: str, session: str | None, after: int, limit: int) -> list[TrainingExample]:
@@ -153,6 +166,7 @@ def _exported(
 ) -> TrainingExample:
   settings, rehearsed = session.settings, example.kind == REHEARSAL and not turn.said
   return TrainingExample(
+    format=FORMAT,
     id=example.id,
     session=session.id,
     turn=turn.n,
@@ -170,7 +184,7 @@ def _exported(
     demonstrated=tuple(_as_json(turn.called if example.kind == 'edit' else turn.calls if rehearsed else ())),
     prompt_tokens=tuple(turn.prompt_tokens if example.asked is None else example.asked),
     tokens=tuple(turn.tokens),
-    log_probs=turn.log_probs if example.asked is None else None,
+    log_probs=tuple(map(float, turn.log_probs)) if example.asked is None else None,
     teacher_prompt=tuple(example.teacher_prompt),
     edited_tokens=tuple(turn.kept_tokens) if example.direct else None,
     tokenizer=session.written['tokenizer'],
@@ -181,70 +195,3 @@ def _exported(
 
 def _as_json(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
   return [dataclasses.asdict(call) for call in calls]
-
-
-_whole = json_fields.whole(0, 2**31 - 1)
-
-
-def _objects(value: Any, field: str) -> tuple[dict[str, Any], ...]:
-  return tuple(json_fields.listed(value, field, 2**20, json_fields.mapping))
-
-
-def _wholes(value: Any, field: str) -> tuple[int, ...]:
-  return tuple(json_fields.listed(value, field, 2**24, _whole))
-
-
-def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
-  found = _objects(value, field)
-  for number, message in enumerate(found):
-    if not isinstance(message.get('role'), str) or not isinstance(message.get('content'), str):
-      raise InvalidRequest(f"{field}[{number}] needs 'role' and 'content', two texts.", field=f'{field}[{number}]')
-    if 'calls' in message:  # A message of the assistant.
-      json_fields.text(message.get('said'), f'{field}[{number}].said')
-      _calls(message['calls'], f'{field}[{number}].calls')
-  return found
-
-
-def _log_probs(value: Any, field: str) -> np.ndarray:
-  return np.asarray(json_fields.listed(value, field, 2**24, json_fields.finite), np.float32)
-
-
-def _calls(value: Any, field: str) -> tuple[dict[str, Any], ...]:
-  found = _objects(value, field)
-  for number, call in enumerate(found):
-    where = f'{field}[{number}]'
-    if not isinstance(call.get('name'), str) or not isinstance(call.get('arguments'), Mapping):
-      raise InvalidRequest(f"{where} needs 'name', a text, and 'arguments', an object.", field=where)
-  return found
-
-
-_READ = {
-  'session': json_fields.text,
-  'turn': _whole,
-  'kind': json_fields.one_of(*get_args(Kind)),
-  'state': json_fields.one_of(*get_args(State)),
-  'versions': _wholes,
-  'drawn_by': _whole,
-  'messages': _messages,
-  'tools': _objects,
-  'tool_form': json_fields.optional(json_fields.one_of(*FORMS)),
-  'text': json_fields.text,
-  'said': json_fields.text,
-  'ended': json_fields.flag,
-  'calls': _calls,
-  'demonstration': json_fields.optional(json_fields.text),
-  'demonstrated': _calls,
-  'feedback': json_fields.optional(json_fields.text),
-  'environment': json_fields.optional(json_fields.text),
-  'prompt_tokens': _wholes,
-  'tokens': _wholes,
-  'log_probs': json_fields.optional(_log_probs),
-  'teacher_prompt': _wholes,
-  'tokenizer': json_fields.text,
-  'teacher': json_fields.optional(json_fields.mapping),
-  'update': json_fields.mapping,
-  'guards': json_fields.optional(json_fields.mapping),
-  'show_attempt': json_fields.flag,
-  'edited_tokens': json_fields.optional(_wholes),
-  'id': json_fields.optional(json_fields.whole(0, 2**63 - 1)),
-}

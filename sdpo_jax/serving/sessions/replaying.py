@@ -72,7 +72,7 @@ def _step(
   part = None if request is None else store.part(request, index)
   if isinstance(part, StoredResponse):
     if part.response is not None:
-      return LearnedTurns.from_json(json.loads(part.response))
+      return LearnedTurns(**json.loads(part.response))
     made = account.version(adapter, part.version)
     numbers, warnings = tuple(sorted(set(turns))), made.details['warnings']
     return LearnedTurns(made.parent, made.number, True, None, numbers, warnings=warnings)

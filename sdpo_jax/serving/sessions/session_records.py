@@ -6,76 +6,103 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic
+from pydantic import AfterValidator, Field
+import pydantic.dataclasses
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import check_teacher, learning_of, teacher_settings
+from sdpo_jax.serving.feedback_request import check_teacher, learning_of
 from sdpo_jax.serving.guards import Guards
 from sdpo_jax.serving.sample_requests import SampleOptions
-from sdpo_jax.serving.sessions import json_fields
-from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
+from sdpo_jax.serving.tool_calls import Form, ToolCall, flaw_of
+from sdpo_jax.serving.web.schemas import Number, RequestBody, Teacher, Update
 
 Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
 DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status of a turn after each decision.
-MOST_TOOLS = 128
-LONGEST_TITLE = 200  # The most characters of a title.
-_CALL = json_fields.whole(0, MAX_CALLS - 1)
-_SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
+_STRICT = pydantic.ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
-@dataclasses.dataclass(frozen=True)
+def _sound(value: dict[str, Any]) -> dict[str, Any]:
+  if flaw := flaw_of(value):
+    raise ValueError(f'holds {flaw}')
+  return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_sound)]  # What can be tokenized, stored and sent.
+Text = Annotated[str, Field(max_length=1_000_000)]
+Label = Annotated[str, Field(max_length=200)]
+
+
+def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
+  function = tool.get('function', tool)
+  if not isinstance(function, dict) or not isinstance(function.get('name'), str) or not function['name']:
+    raise ValueError('must be {"type": "function", "function": {"name": …, "description": …, "parameters": …}}')
+  return tool
+
+
+class SessionSampling(RequestBody):
+  """Sampling options of proposals; absent fields take the defaults of completions."""
+
+  max_tokens: int | None = Field(None, ge=1, description="The most tokens of a proposal; null: the service's limit.")
+  temperature: Number | None = Field(None, ge=0)
+  top_p: Number | None = Field(None, gt=0, le=1)
+  top_k: int | None = Field(None, ge=-1)
+  min_p: Number | None = Field(None, ge=0, lt=1)
+  stop: Annotated[list[str], Field(max_length=64)] | None = None
+
+
+def _given(update: Update) -> dict[str, Any]:
+  return update.model_dump(exclude_unset=True)  # null is another thing than absent.
+
+
+def _chosen(sampling: SessionSampling) -> dict[str, Any]:
+  return sampling.model_dump(exclude_none=True)
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class SessionSettings:
-  """The settings of a session: how it samples proposals, and how it learns from decisions."""
+  """The settings of a session, fixed when it is opened: how it samples proposals, and how it learns from decisions."""
 
-  system: str | None = None  # The system message; None: the one of the chat template, if any.
-  # JSON schemas, as chat templates take them.
-  tools: Sequence[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-  title: str = ''  # A label for people.
-  min_sdpo_examples: int = 1  # How many examples to learn together; fewer wait.
-  teacher: Mapping[str, Any] | None = None  # As `feedback_request.choose_teacher` reads it; None: the adapter's.
-  update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
-  guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
-  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
-  # Whether a denied proposal stays in the conversation, with the reason in place of the results of its calls ('tell'),
-  # or leaves it, so that the next proposal answers the same prompt ('retry'). Lessons are on the prompt without it.
-  after_denial: Literal['tell', 'retry'] = 'tell'
-  # Whether an edited call is learned by cross-entropy and the proposed one as unwanted ('direct'), or both from the
-  # teacher, which reads the edit ('teacher'), as are edited answers that are longer than a completion may be.
-  learn_edits: Literal['direct', 'teacher'] = 'direct'
-  learn_from_results: bool = False  # Whether to learn from failed tools, too.
-  # How many of the newest approved proposals to learn with a correction, as their own demonstrations.
-  rehearse: int = 0
-  # Whether the teacher also reads the denied proposal; in the paper, that makes it a worse teacher (Table 6).
-  show_attempt: bool = False
-
-  @classmethod
-  def from_json(cls, values: Any) -> SessionSettings:
-    """Validate the settings in a request, all optional, and return them; `check` applies the limits of the service.
-
-    Raises:
-      InvalidRequest: a field is invalid; the error names it.
-    """
-    fields = {
-      'system': json_fields.text,
-      'tools': lambda value, field: json_fields.listed(value, field, MOST_TOOLS, _tool),
-      'title': lambda value, field: json_fields.text(value, field, longest=LONGEST_TITLE),
-      'min_sdpo_examples': json_fields.whole(1, 2**31 - 1),
-      'teacher': lambda value, field: json_fields.mapping(teacher_settings(value), field),
-      'update': json_fields.mapping,
-      'guards': json_fields.mapping,
-      'sampling': _sampling,
-      'after_denial': json_fields.one_of('tell', 'retry'),
-      'learn_edits': json_fields.one_of('direct', 'teacher'),
-      'learn_from_results': json_fields.flag,
-      'rehearse': json_fields.whole(0, 2**31 - 1),
-      'show_attempt': json_fields.flag,
-    }
-    said = json_fields.known(values, fields, 'A session')
-    return cls(**{name: fields[name](value, name) for name, value in said.items() if value is not None})
+  system: Text | None = Field(None, description='The system message of the conversation.')
+  tools: list[Annotated[JsonObject, AfterValidator(_with_name)]] = Field(
+    default_factory=list,
+    max_length=128,
+    description='JSON schemas of the tools that the model may call, as chat templates take them.',
+  )
+  title: Label = Field('', description='A title for people.')
+  min_sdpo_examples: int = Field(1, ge=1, lt=2**31, description='How many examples are learned together; fewer wait.')
+  teacher: Teacher | None = Field(
+    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
+  )
+  update: Annotated[Update, AfterValidator(_given)] = Field(default_factory=dict)
+  guards: dict[str, Number | None] | None = Field(None, description="Limits as in a feedback; null: the adapter's.")
+  sampling: Annotated[SessionSampling, AfterValidator(_chosen)] = Field(default_factory=dict)
+  learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
+  rehearse: int = Field(
+    0,
+    ge=0,
+    lt=2**31,
+    description='How many of the newest approved proposals to learn with a correction, so as to keep them.',
+  )
+  # In the paper, that makes it a worse teacher (Table 6).
+  show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
+  after_denial: Literal['tell', 'retry'] = Field(
+    'tell',
+    description='tell: a denied proposal stays in the conversation, with the reason in place of the results of its '
+    'calls, or as a message of the user; if that is longer than a prompt may be, it leaves. retry: it leaves, and the '
+    'next proposal answers the same prompt. What is learned is on the prompt without it.',
+  )
+  # An edited answer that is longer than a completion may be is learned from the teacher in any case.
+  learn_edits: Literal['direct', 'teacher'] = Field(
+    'direct',
+    description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
+    'the teacher, which reads the edited call.',
+  )
 
   def to_json(self) -> dict[str, Any]:
     """Return the settings as JSON, fields by name."""
@@ -144,30 +171,17 @@ class Decision:
   arguments: Mapping[str, Any] | None = None  # For an edit: the new arguments.
   call: int = 0  # For an edit: the index of the call.
 
-  @classmethod
-  def from_json(cls, values: Any) -> Decision:
-    """Validate {"decision", "correction"?, "arguments"?, "call"?}, and return the decision; raises InvalidRequest."""
-    said = json_fields.known(values, ('decision', 'correction', 'arguments', 'call'), 'A decision')
-    kind = said.get('decision')
-    if kind not in DECIDED:
-      raise InvalidRequest(f'decision must be one of {", ".join(DECIDED)}, not {short_repr(kind)}.', field='decision')
-    correction = json_fields.optional(json_fields.text)(said.get('correction'), 'correction')
-    arguments, call = said.get('arguments'), said.get('call')
-    if (arguments is None) == (kind == 'edit'):
+  def __post_init__(self):
+    """Raise InvalidRequest for fields that do not go together."""
+    if (self.arguments is None) == (self.kind == 'edit'):
       raise InvalidRequest(
         "An edit needs the new arguments of the call: send 'arguments'."
-        if kind == 'edit'
-        else f'Only an edit takes arguments, and the decision is {kind}: leave them out.',
+        if self.kind == 'edit'
+        else f'Only an edit takes arguments, and the decision is {self.kind}: leave them out.',
         field='arguments',
       )
-    if kind == 'approve' and correction is not None:
+    if self.kind == 'approve' and self.correction is not None:
       raise InvalidRequest('An approval takes no correction: leave it out, or deny the proposal.', field='correction')
-    return cls(
-      kind,
-      correction if correction is not None and correction.strip() else None,
-      None if arguments is None else json_fields.mapping(arguments, 'arguments'),
-      0 if call is None else _CALL(call, 'call'),
-    )
 
   def to_json(self) -> dict[str, Any]:
     """Return the decision as JSON; only edits have arguments and call."""
@@ -175,31 +189,17 @@ class Decision:
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=_STRICT)
 class ToolResult:
   """The result of a tool call, as the client reports it."""
 
-  call: int  # The index of the call in the turn.
-  ok: bool  # Whether the tool succeeded.
-  text: str  # The output for the model; after a failure it begins with a sentence about it.
-  exit_code: int | None = None  # For commands.
-  stderr: str | None = None  # The end of stderr, unless the text contains it.
-  field: str | None = None  # The name of the invalid argument.
-  line: int | None = None  # The line of the file, from 1, at which the tool failed.
-
-  @classmethod
-  def from_json(cls, values: Any) -> ToolResult:
-    """Validate the result in a request, and return it; raises InvalidRequest."""
-    fields = {
-      'call': _CALL,
-      'ok': json_fields.flag,
-      'text': json_fields.text,
-      'exit_code': json_fields.optional(json_fields.whole(-(2**31), 2**31 - 1)),
-      'stderr': json_fields.optional(json_fields.text),
-      'field': json_fields.optional(json_fields.text),
-      'line': json_fields.optional(json_fields.whole(0, 2**53)),
-    }
-    return cls(**json_fields.fields_of(values, fields, 'A result', ('call', 'ok', 'text')))
+  ok: bool = Field(description='Whether the tool succeeded.')
+  text: Text = Field(description='The output that the model reads; after a failure with a sentence about it before.')
+  call: int = Field(0, ge=0, description='The index of the call in the proposal.')
+  exit_code: int | None = Field(None, ge=-(2**31), lt=2**31, description='The exit code of a command.')
+  stderr: Text | None = Field(None, description='The end of the stderr of a command, unless the text contains it.')
+  field: Label | None = Field(None, description='The name of the invalid argument.')
+  line: int | None = Field(None, ge=0, le=2**53, description='The line of the file, from 1, at which the tool failed.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,44 +218,40 @@ class MovedAnswers:
   """The log-probs of whole answers on the prompt of a lesson, before and after learning; None: not measured."""
 
   turn: int
-  rejected: Sequence[float | None] | None  # Of the proposal that was denied or edited.
-  wanted: Sequence[float | None] | None  # Of the edited proposal.
+  rejected: tuple[float | None, ...] | None  # Of the proposal that was denied or edited.
+  wanted: tuple[float | None, ...] | None  # Of the edited proposal.
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class LearnedTurns:
   """The result of learning from turns of a session."""
 
   version_before: int
-  version_after: int  # Equal to version_before if nothing was committed.
-  accepted: bool  # Whether no guard rejected a new version, and enough examples were there.
-  reason: str | None  # Why a guard rejected the new version; None: none did.
-  turns: Sequence[int] = ()  # The numbers of the turns that were learned from.
-  waiting: int = 0  # The number of examples that wait for others (`min_sdpo_examples`).
-  # KL(teacher‖student) in nats, the mean over the tokens of the answer, from the teacher's most likely tokens and a
-  # tail bucket; None: not measured.
-  divergence_before: float | None = None
-  divergence_after: float | None = None  # Likewise for the new version, to the same teacher.
-  moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
-  seconds: float | None = None  # None: the process died after learning, before it noted more.
-  answers: Sequence[MovedAnswers] = ()  # One for each denied or edited turn, measured even if a guard has rejected it.
-  # Those of the feedback, and a sentence for each rejected answer that is likelier, or wanted one that is less so.
-  warnings: Sequence[str] = ()
-  unchanged: bool = False  # Whether every gradient was 0, so that there was nothing to commit.
-
-  @classmethod
-  def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
-    """Return a result from the JSON of `to_json`."""
-    moved = tuple(MovedToken(**each) for each in values['moved'])
-    answers = tuple(
-      MovedAnswers(each['turn'], *(each[name] and tuple(each[name]) for name in ('rejected', 'wanted')))
-      for each in values.get('answers', ())
-    )
-    lists = {name: tuple(values.get(name, ())) for name in ('turns', 'warnings')}
-    return cls(**{**values, **lists, 'moved': moved, 'answers': answers})
+  version_after: int = Field(description='Equal to version_before if nothing was committed.')
+  accepted: bool = Field(description='Whether no guard rejected a new version, and enough examples were there.')
+  reason: str | None = Field(description='Why a guard rejected the new version; null: none did.')
+  turns: tuple[int, ...] = Field((), description='The numbers of the turns that were learned from.')
+  waiting: int = Field(0, description='The number of examples that wait until there are min_sdpo_examples.')
+  divergence_before: float | None = Field(
+    None,
+    description="KL(teacher‖student) in nats, the mean over the tokens of the answer, from the teacher's most likely "
+    'tokens and a tail bucket; null: not measured.',
+  )
+  divergence_after: float | None = Field(None, description='Likewise for the new version, to the same teacher.')
+  moved: tuple[MovedToken, ...] = Field(
+    (), description='The tokens whose log-probs changed most, the largest change first.'
+  )
+  seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
+  answers: tuple[MovedAnswers, ...] = Field(
+    (),
+    description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
+    "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
+  )
+  warnings: tuple[str, ...] = Field((), description='As in a feedback, or about answers that moved wrongly.')
+  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
 
   def to_json(self) -> dict[str, Any]:
-    """Return the result as JSON, in the form that `from_json` reads."""
+    """Return the result as JSON, fields by name."""
     return dataclasses.asdict(self)
 
 
@@ -383,25 +379,3 @@ def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...
   """Return the calls of a turn with the new arguments of an edit."""
   changed = ToolCall(calls[decision.call].name, decision.arguments)
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
-
-
-def _tool(value: Any, field: str) -> dict[str, Any]:
-  """Validate the schema of a tool, {"type": "function", "function": {"name": …, "parameters": …}}, and return it."""
-  tool = json_fields.mapping(value, field)
-  function = tool.get('function', tool)
-  if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
-    raise InvalidRequest(
-      f'{field} must be {{"type": "function", "function": {{"name": …, "description": …, "parameters": …}}}}.',
-      field=field,
-    )
-  return tool
-
-
-def _sampling(value: Any, field: str) -> dict[str, Any]:
-  said = json_fields.known(json_fields.mapping(value, field), _SAMPLING, 'sampling', 'sampling.')
-  stop = said.get('stop')
-  if isinstance(stop, str):
-    said['stop'] = [stop]
-  elif stop is not None and not isinstance(stop, list):
-    raise InvalidRequest(f'sampling.stop must be a list of texts, not {short_repr(stop)}.', field='sampling.stop')
-  return {name: each for name, each in said.items() if each is not None}

@@ -235,7 +235,7 @@ def _turn(row: tuple) -> SessionTurn:
       'calls': tuple(ToolCall(**call) for call in said['calls']),
       'decision': None if said['decision'] is None else Decision(**said['decision']),
       'results': tuple(ToolResult(**result) for result in said['results']),
-      'learned': None if said['learned'] is None else LearnedTurns.from_json(said['learned']),
+      'learned': None if said['learned'] is None else LearnedTurns(**said['learned']),
     }
   )
 

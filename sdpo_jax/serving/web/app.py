@@ -14,7 +14,7 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokenizer_routes
 from sdpo_jax.serving.web.admission import Lifetime
-from sdpo_jax.serving.web.endpoints import operation
+from sdpo_jax.serving.web.endpoints import handled
 from sdpo_jax.serving.web.gate import behind_gate
 from sdpo_jax.serving.web.keys import Keys
 from sdpo_jax.serving.web.telemetry import CONTENT_TYPE, Log, Metrics
@@ -67,12 +67,14 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
       cached.update(json=as_json(document), html=openapi.page(document))
     return cached[kind]
 
-  @operation(summary='Report that the process is alive.', open=True, probe=True)
+  @handled('GET', '/healthz', open=True, probe=True)
   async def healthz(request: Request) -> Response:
+    """Report that the process is alive."""
     return JSONResponse({'status': 'alive'})
 
-  @operation(summary='Report whether requests are accepted: 200, or 503 with the reason.', open=True, probe=True)
+  @handled('GET', '/readyz', open=True, probe=True)
   async def readyz(request: Request) -> Response:
+    """Report whether requests are accepted: 200, or 503 with the reason."""
     if lifetime.ready:
       why = await run_in_threadpool(lifetime.present.store.unwritable)
       if why:
@@ -84,27 +86,24 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
     status = 'draining' if lifetime.draining else 'starting'
     return JSONResponse({'status': status, 'stage': lifetime.stage}, 503, {'Retry-After': '1'})
 
-  @operation(summary='Return metrics in the format of Prometheus.', answers=CONTENT_TYPE, observes=True, probe=True)
+  @handled('GET', '/metrics', answers=CONTENT_TYPE, observes=True, probe=True)
   async def scrape(request: Request) -> Response:
+    """Return metrics in the format of Prometheus."""
     sender = request.state.sender
     every = sender.owner == operator or not needs_key
     return PlainTextResponse(metrics.text(None if every else sender.id), media_type=CONTENT_TYPE)
 
-  @operation(summary='Return all routes and fields as an OpenAPI document.', open=True)
+  @handled('GET', '/openapi.json', open=True)
   async def described(request: Request) -> Response:
+    """Return all routes and fields as an OpenAPI document."""
     return Response(described_as('json', request), media_type='application/json')
 
-  @operation(summary='Show all routes and fields on an HTML page.', answers='text/html', open=True)
+  @handled('GET', '/docs', answers='text/html', open=True)
   async def docs(request: Request) -> Response:
+    """Show all routes and fields on an HTML page."""
     policy = (
       "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return HTMLResponse(described_as('html', request), headers={'Content-Security-Policy': policy})
 
-  return [
-    Route('/healthz', healthz, methods=['GET']),
-    Route('/readyz', readyz, methods=['GET']),
-    Route('/metrics', scrape, methods=['GET']),
-    Route('/openapi.json', described, methods=['GET']),
-    Route('/docs', docs, methods=['GET']),
-  ]
+  return [healthz, readyz, scrape, described, docs]

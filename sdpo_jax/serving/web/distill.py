@@ -22,7 +22,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.web.admission import Lifetime
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, operation, route
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, handled, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
 from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 from sdpo_jax.serving.web.schemas import (
@@ -35,6 +35,7 @@ from sdpo_jax.serving.web.schemas import (
   Teacher,
   Text,
   Tokens,
+  one_of,
 )
 
 # /v1/distill.
@@ -70,11 +71,7 @@ class DistillBody(RequestBody):
   teacher: Teacher | None = Field(None, description="As in FeedbackBody; null: the adapter's.")
   training: DistillTraining = Field(default_factory=DistillTraining)
 
-  @model_validator(mode='after')
-  def _one_adapter(self):
-    if sum(each is not None for each in (self.lora_uri, self.lora_id, self.id)) != 1:
-      raise ValueError('name the adapter in one of lora_uri, lora_id and id')
-    return self
+  _one_adapter = one_of('lora_uri', 'lora_id', 'id')
 
   @property
   def adapter(self) -> str:
@@ -272,11 +269,7 @@ class CompletionScoreBody(Named):
   prompt: Text | Tokens | None = Field(None, description='Alternatively, a text or token ids.')
   completion: Text | Tokens
 
-  @model_validator(mode='after')
-  def _one_prompt(self):
-    if (self.messages is None) == (self.prompt is None):
-      raise ValueError('send one of messages and prompt')
-    return self
+  _one_prompt = one_of('messages', 'prompt')
 
 
 class CompletionScoreSaid(ResponseBody):
@@ -396,7 +389,7 @@ _LORA = {'lora_id': 'The name, id or URI of the adapter.'}
 def routes(lifetime: Lifetime) -> list[Route]:
   """Return these routes for a service with the given lifetime."""
 
-  @operation(response=HealthSaid, open=True)
+  @handled('GET', '/v1/health', response=HealthSaid, open=True)
   async def health(request: Request) -> Response:
     """Return whether requests are accepted."""
     status = 'healthy' if lifetime.ready else 'unhealthy' if lifetime.why_not() else 'starting'
@@ -410,5 +403,5 @@ def routes(lifetime: Lifetime) -> list[Route]:
     route('GET', '/v1/lora', lora_list, response=LorasSaid, query=_LISTED),
     route('GET', '/v1/lora/export', lora_export, query=_LORA, answers='application/zip'),
     route('DELETE', '/v1/lora', lora_delete, response=LoraDeletedSaid, query=_LORA),
-    Route('/v1/health', health, methods=['GET']),
+    health,
   ]

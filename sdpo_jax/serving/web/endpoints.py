@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 from starlette.concurrency import run_in_threadpool
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _LARGE = 2**16  # Bytes of a body that is parsed while no other one of that size is.
 JSON, SSE = 'application/json', 'text/event-stream'
 _ETAG = re.compile(r'"(\d{1,9})"')
-_Handler = TypeVar('_Handler', bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,8 @@ class Operation:
   """The properties of a route besides its path, methods and handler."""
 
   summary: str = ''
-  body: type[pydantic.BaseModel] | None = None  # Schema of the request body; None: there is none, or it is not JSON.
+  # Schema of the request body, a model or dataclass of pydantic; None: there is none, or it is not JSON.
+  body: Any = None
   response: type[pydantic.BaseModel] | None = None  # Schema of the response; None: not documented.
   status: int = 200
   content_type: str = JSON  # Content type of the request body.
@@ -65,14 +65,14 @@ class Operation:
     return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
 
 
-def operation(**values: Any) -> Callable[[_Handler], _Handler]:
-  """Return a decorator that attaches an `Operation` to a handler."""
+def handled(method: str, path: str, **values: Any) -> Callable[[Callable[..., Any]], Route]:
+  """Return a decorator that makes the route of a handler of starlette; `values` are fields of its `Operation`."""
 
-  def say(handler: _Handler) -> _Handler:
+  def made(handler: Callable[..., Any]) -> Route:
     handler.operation = Operation(**values)  # type: ignore[attr-defined]
-    return handler
+    return Route(path, handler, methods=[method])
 
-  return say
+  return made
 
 
 def operation_of(route: BaseRoute) -> Operation:
@@ -150,14 +150,15 @@ def route(
     **values: further fields of its `Operation`.
   """
   known = Operation(**values)
+  reader = None if known.body is None else pydantic.TypeAdapter(known.body)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
-    state, alone = request.state, known.body is not None and len(content) > _LARGE
+    state, alone = request.state, reader is not None and len(content) > _LARGE
     try:
       with state.account.service.parsing.of(state.call) if alone else contextlib.nullcontext():
-        body = content if known.body is None else known.body.model_validate_json(content or b'{}')
+        body = content if reader is None else reader.validate_json(content or b'{}')
     except pydantic.ValidationError as error:
-      raise invalid(error, known.body.model_fields) from error
+      raise invalid(error, known.body.__pydantic_fields__) from error
     asked = incoming(request, body)
     if drawn is not None and body.stream:
       return drawn(asked)

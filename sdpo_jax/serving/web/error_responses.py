@@ -109,21 +109,19 @@ def public(error: ServiceError) -> ServiceError:
   return type(error)(said, field=error.field, log=error.log or full, retry_after=error.retry_after)
 
 
-def invalid(error: pydantic.ValidationError, fields: Iterable[str] = ()) -> InvalidRequest:
+def invalid(error: pydantic.ValidationError, fields: Iterable[str] = (), what: str = 'The body') -> InvalidRequest:
   """Return the first validation error of a body with these fields, with the path in the body but not the value."""
   first, *others = error.errors(include_url=False, include_context=False, include_input=False)
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
-    return InvalidRequest(
-      f'The body is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.'
-    )
-  if first['type'] == 'extra_forbidden':
+    return InvalidRequest(f'{what} is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.')
+  if first['type'] in ('extra_forbidden', 'unexpected_keyword_argument'):
     hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
     more = ': /openapi.json lists all fields.' if hint == '.' else hint
     return InvalidRequest(f'There is no field {path}{more}', field=path)
   complaint = first['msg'].removeprefix('Value error, ')
   more = f' ({counted(len(others), "more error")})' if others else ''
-  return InvalidRequest(f'{path or "The body"}: {complaint}{more}.', field=path or None)
+  return InvalidRequest(f'{path or what}: {complaint}{more}.', field=path or None)
 
 
 def failure_of(error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]) -> Failure:

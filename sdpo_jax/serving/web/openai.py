@@ -15,7 +15,6 @@ import pydantic_core
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from sdpo_jax.files import as_json
 from sdpo_jax.models.token_texts import TokenTexts
@@ -26,7 +25,7 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.store.database import ALL
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.endpoints import JSON, operation
+from sdpo_jax.serving.web.endpoints import JSON, handled
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
@@ -241,11 +240,7 @@ def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -
 async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], CompletionJob]) -> Response:
   account: Account = request.state.account
   content = await request.body()
-
-  def prepare() -> CompletionJob:
-    return job_of(account, parse(kind, _json(content)))
-
-  job = await run_in_threadpool(prepare)
+  job = await run_in_threadpool(lambda: job_of(account, parse(kind, _json(content))))
   if job.asked.stream:
     return await events.stream(request, _events(account, job))
   # Serialize there, too: a large response would block the event loop here.
@@ -264,20 +259,23 @@ def _json(content: bytes) -> Any:
     raise InvalidRequest('The body is not JSON: send one JSON object.') from None
 
 
-@operation(body=TextCompletionRequest)
+@handled('POST', '/v1/completions', body=TextCompletionRequest)
 async def completions(request: Request) -> Response:
   """Continue prompts, as OpenAI's completions do; stream=true sends chunks as server-sent events."""
   return await _answer(request, TextCompletionRequest, job_of_completion)
 
 
-@operation(body=ChatCompletionRequest)
+@handled('POST', '/v1/chat/completions', body=ChatCompletionRequest)
 async def chat_completions(request: Request) -> Response:
   """Answer a conversation, as OpenAI's chat completions do; stream=true sends chunks as server-sent events."""
   return await _answer(request, ChatCompletionRequest, job_of_chat)
 
 
 # Whole by default, as OpenAI's, whose clients ask for no second page.
-@operation(query=PAGED | {'limit': f'The most entries of a page, up to {MOST_LISTED}; by default all.'})
+_LISTED = PAGED | {'limit': f'The most entries of a page, up to {MOST_LISTED}; by default all.'}
+
+
+@handled('GET', '/v1/models', query=_LISTED)
 async def list_models(request: Request) -> Response:
   """List the model and your adapters, by name and by name@version."""
   query = request.query_params
@@ -286,7 +284,7 @@ async def list_models(request: Request) -> Response:
   return Response(found, media_type=JSON)
 
 
-@operation()
+@handled('GET', '/v1/models/{model}')
 async def get_model(request: Request) -> Response:
   """Describe the model without an adapter, an adapter, or a version of one."""
   account, name = request.state.account, request.path_params['model']
@@ -300,9 +298,4 @@ async def get_model(request: Request) -> Response:
   return JSONResponse(await run_in_threadpool(describe))
 
 
-ROUTES = [
-  Route('/v1/completions', completions, methods=['POST']),
-  Route('/v1/chat/completions', chat_completions, methods=['POST']),
-  Route('/v1/models', list_models, methods=['GET']),
-  Route('/v1/models/{model}', get_model, methods=['GET']),
-]
+ROUTES = [completions, chat_completions, list_models, get_model]

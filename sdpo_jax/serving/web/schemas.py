@@ -19,6 +19,17 @@ Teacher = Annotated[
 ]  # The name of a kind, or an object with the kind and its settings.
 
 
+def one_of(*names: str) -> Any:
+  """Return a validator of a body that refuses it unless exactly one of these fields is given."""
+
+  def check(body: Any) -> Any:
+    if sum(getattr(body, name) is not None for name in names) != 1:
+      raise ValueError(f'send one of {", ".join(names[:-1])} and {names[-1]}')
+    return body
+
+  return pydantic.model_validator(mode='after')(check)
+
+
 class RequestBody(pydantic.BaseModel):
   """The body of a request, or a part of one."""
 
@@ -180,11 +191,7 @@ class Prompted(RequestBody):
   prompt: Text | None = Field(None, description='A text, tokenized without the chat template.')
   prompt_tokens: Tokens | None = Field(None, description='Token ids.')
 
-  @pydantic.model_validator(mode='after')
-  def _one_prompt(self):
-    if sum(given is not None for given in (self.messages, self.prompt, self.prompt_tokens)) != 1:
-      raise ValueError('send one of messages, prompt and prompt_tokens')
-    return self
+  _one_prompt = one_of('messages', 'prompt', 'prompt_tokens')
 
   def conversation(self) -> list[dict[str, str]] | None:
     """Return the messages as dicts; None: the prompt has another form."""
@@ -252,11 +259,7 @@ class ScoreRow(Prompted):
     None, description='For each token of the completion, further ids to score; the same number for every token.'
   )
 
-  @pydantic.model_validator(mode='after')
-  def _one_completion(self):
-    if (self.completion is None) == (self.tokens is None):
-      raise ValueError('send one of completion and tokens')
-    return self
+  _one_completion = one_of('completion', 'tokens')
 
 
 class ScoreRequest(Named):

@@ -19,21 +19,24 @@ from starlette.routing import Route
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sample_requests import SampleDraft
-from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.examples import READER, TrainingExample
 from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, SessionSettings, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
+from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
 from sdpo_jax.serving.web.schemas import DeletedSaid
 
 _SESSIONS, _EXAMPLES = f'{native.ADAPTER}/sessions', f'{native.ADAPTER}/examples'
+_REPLAY = f'{native.ADAPTER}/replay'
 _SESSION = _SESSIONS + '/{session}'
 _TURN = _SESSION + '/turns/{n}'
 NDJSON = 'application/x-ndjson'
 Proposal = Iterator[SampleDraft | SessionTurn]
+_guarded = functools.partial(route, guarded=True)
 
 
 def list_sessions(asked: Incoming) -> Reply:
@@ -45,12 +48,10 @@ def list_sessions(asked: Incoming) -> Reply:
 
 def open_session(asked: Incoming) -> Reply:
   """Open a session; the response is the only one with its token."""
-  body: schemas.OpenSession = asked.body
-  _check_size(asked, 'system', [body.system or ''])
-  _check_size(asked, 'tools', [json.dumps(body.tools)], 'max_tools_bytes')
-  opened, token = Sessions(asked.account).open(
-    asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
-  )
+  settings: SessionSettings = asked.body
+  _check_size(asked, 'system', [settings.system or ''])
+  _check_size(asked, 'tools', [json.dumps(settings.tools)], 'max_tools_bytes')
+  opened, token = Sessions(asked.account).open(asked.adapter, settings)
   said = {'session': opened.to_json(), 'token': token}
   return Reply(said, headers={'Location': f'{_SESSIONS.format(adapter=opened.adapter)}/{opened.id}'})
 
@@ -94,8 +95,8 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposal], body: type[py
     return Reply({'turn': turn.to_json()})
 
   at_once.__doc__ = begin.__doc__
-  said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
-  return route('POST', path, at_once, functools.partial(streamed, begin), **said)
+  stream = functools.partial(streamed, begin)
+  return _guarded('POST', path, at_once, stream, body=body, response=schemas.ProposedSaid, token=True)
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposal], asked: Incoming) -> Iterator[ServerSentEvent]:
@@ -115,7 +116,8 @@ def decide(asked: Incoming) -> Reply:
   body: schemas.DecisionRequest = asked.body
   _check_size(asked, 'correction', [body.correction or ''])
   _check_size(asked, 'arguments', [json.dumps(body.arguments)])
-  decision = Decision.from_json(body.model_dump(exclude={'digest'}, exclude_unset=True))
+  correction = body.correction if body.correction and body.correction.strip() else None
+  decision = Decision(body.decision, correction, body.arguments, body.call)
   began = time.monotonic()
   turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision, body.digest)
   asked.metrics.decision(body.decision, time.monotonic() - began)
@@ -124,7 +126,7 @@ def decide(asked: Incoming) -> Reply:
 
 def results(asked: Incoming) -> Reply:
   """Add the results of a proposal's calls; the adapter learns from failures if `learn_from_results` is set."""
-  given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
+  given: list[ToolResult] = asked.body.results
   _check_size(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given, asked.body.digest)
   return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
@@ -137,7 +139,7 @@ def flush(asked: Incoming) -> Reply:
 
 
 def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
-  """Return the result of learning as `LearnedSaid`, and count it in the metrics."""
+  """Return the result of learning as JSON, and count it in the metrics."""
   if learned is None:
     return None
   if learned.version_after != learned.version_before:
@@ -157,7 +159,7 @@ def examples(asked: Incoming) -> Reply:
   found = Sessions(asked.account).examples(asked.adapter, asked.query.get('session'), after, limit + 1)
   query = urllib.parse.urlencode({**asked.query, 'after': found[:limit][-1].id if found else 0})
   link = {'Link': f'<{_EXAMPLES.format(adapter=asked.adapter)}?{query}>; rel="next"'} if len(found) > limit else {}
-  return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found[:limit]), NDJSON, link)
+  return Reply(b''.join(as_json(vars(example)) + b'\n' for example in found[:limit]), NDJSON, link)
 
 
 def replay(asked: Incoming) -> Reply:
@@ -178,9 +180,9 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
     if not line.strip():
       continue
     try:
-      found.append(TrainingExample.from_json(json.loads(line)))
-    except (InvalidRequest, ValueError, RecursionError) as error:
-      said = str(error) if isinstance(error, InvalidRequest) else 'It is not JSON.'
+      found.append(READER.validate_json(line))
+    except pydantic.ValidationError as error:
+      said = invalid(error, what='It')
       raise InvalidRequest(f'Line {number} is not an example from GET …/examples: {said}') from error
   if not found:
     raise InvalidRequest('There are no examples to replay: send the lines of GET …/examples.')
@@ -225,41 +227,18 @@ def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str,
   raise AssertionError('Sessions store decisions and results themselves, and respond to a repeat from these.')
 
 
-_KEPT: dict[str, Any] = {'again': _decided_again, 'guarded': True, 'token': True}
+_SELECTED = {'session': 'Only return examples of this session.'} | PAGED
+_ONCE: dict[str, Any] = {'again': _decided_again, 'token': True}
 ROUTES: list[Route] = [
-  route('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid, guarded=True),
-  route(
-    'POST',
-    _SESSIONS,
-    open_session,
-    body=schemas.OpenSession,
-    response=schemas.OpenedSaid,
-    status=201,
-    guarded=True,
-    secret=True,
-  ),
-  route('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid, guarded=True),
-  route('DELETE', _SESSION, delete_session, response=DeletedSaid, guarded=True, token=True),
+  _guarded('GET', _SESSIONS, list_sessions, query=PAGED, response=schemas.SessionsSaid),
+  _guarded('POST', _SESSIONS, open_session, body=SessionSettings, response=schemas.OpenedSaid, status=201, secret=True),
+  _guarded('GET', _SESSION, get_session, query=PAGED, response=schemas.SessionTurnsSaid),
+  _guarded('DELETE', _SESSION, delete_session, response=DeletedSaid, token=True),
   _drawn(f'{_SESSION}/turns', propose, schemas.ProposeRequest),
   _drawn(f'{_TURN}/retry', retry, schemas.RetryRequest),
-  route('POST', f'{_TURN}/decision', decide, body=schemas.DecisionRequest, response=schemas.DecidedSaid, **_KEPT),
-  route('POST', f'{_TURN}/results', results, body=schemas.ResultsRequest, response=schemas.DecidedSaid, **_KEPT),
-  route('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_KEPT),
-  route(
-    'GET',
-    _EXAMPLES,
-    examples,
-    query={'session': 'Only return examples of this session.'} | PAGED,
-    answers=NDJSON,
-    guarded=True,
-  ),
-  route(
-    'POST',
-    f'{native.ADAPTER}/replay',
-    replay,
-    response=schemas.ReplayedSaid,
-    content_type=NDJSON,
-    again=_decided_again,
-    guarded=True,
-  ),
+  _guarded('POST', f'{_TURN}/decision', decide, body=schemas.DecisionRequest, response=schemas.DecidedSaid, **_ONCE),
+  _guarded('POST', f'{_TURN}/results', results, body=schemas.ResultsRequest, response=schemas.DecidedSaid, **_ONCE),
+  _guarded('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_ONCE),
+  _guarded('GET', _EXAMPLES, examples, query=_SELECTED, answers=NDJSON),
+  _guarded('POST', _REPLAY, replay, response=schemas.ReplayedSaid, content_type=NDJSON, again=_decided_again),
 ]

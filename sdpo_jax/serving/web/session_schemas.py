@@ -6,54 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sdpo_jax.serving.web.schemas import Number, PageSaid, RequestBody, ResponseBody, Teacher, Text, Update
-
-Label = Annotated[str, Field(max_length=200)]
-
-
-class SessionSampling(RequestBody):
-  """Sampling options of proposals; absent fields take the defaults of completions."""
-
-  max_tokens: int | None = Field(None, ge=1, description="The most tokens of a proposal; null: the service's limit.")
-  temperature: Number | None = Field(None, ge=0)
-  top_p: Number | None = Field(None, gt=0, le=1)
-  top_k: int | None = Field(None, ge=-1)
-  min_p: Number | None = Field(None, ge=0, lt=1)
-  stop: Annotated[list[str], Field(max_length=64)] | None = None
-
-
-class OpenSession(RequestBody):
-  """The settings of a session, fixed when it is opened."""
-
-  system: Text | None = Field(None, description='The system message of the conversation.')
-  tools: list[dict[str, Any]] = Field(
-    default_factory=list, description='JSON schemas of the tools that the model may call, as chat templates take them.'
-  )
-  title: Label = Field('', description='A title for people.')
-  min_sdpo_examples: int = Field(1, ge=1, description='How many examples are learned together; fewer wait.')
-  teacher: Teacher | None = Field(
-    None, description="live, ema, lagged, base or frozen, or {kind: …} with its settings; null: the adapter's."
-  )
-  update: Update = Field(default_factory=Update)
-  guards: dict[str, Number | None] | None = Field(None, description="Limits as in a feedback; null: the adapter's.")
-  sampling: SessionSampling = Field(default_factory=SessionSampling)
-  learn_from_results: bool = Field(False, description='Whether to learn from failed tool calls, too.')
-  rehearse: int = Field(
-    0, ge=0, description='How many of the newest approved proposals to learn with a correction, so as to keep them.'
-  )
-  show_attempt: bool = Field(False, description='Whether the teacher also reads the denied proposal.')
-  after_denial: Literal['tell', 'retry'] = Field(
-    'tell',
-    description='tell: a denied proposal stays in the conversation, with the reason in place of the results of its '
-    'calls, or as a message of the user; if that is longer than a prompt may be, it leaves. retry: it leaves, and the '
-    'next proposal answers the same prompt. What is learned is on the prompt without it.',
-  )
-
-  learn_edits: Literal['direct', 'teacher'] = Field(
-    'direct',
-    description='direct: an edited call is learned by cross-entropy, and the proposed one as unwanted; teacher: from '
-    'the teacher, which reads the edited call.',
-  )
+from sdpo_jax.serving.sessions.session_records import (
+  JsonObject,
+  Label,
+  LearnedTurns,
+  Text,
+  ToolResult,
+)
+from sdpo_jax.serving.web.schemas import PageSaid, RequestBody, ResponseBody
 
 
 class SessionMessage(RequestBody):
@@ -92,26 +52,14 @@ class DecisionRequest(RequestBody):
   correction: Text | None = Field(
     None, description='For deny and edit: what is wrong, or what would be right, in words.'
   )
-  arguments: dict[str, Any] | None = Field(None, description='For edit: the new arguments of the call.')
+  arguments: JsonObject | None = Field(None, description='For edit: the new arguments of the call.')
   call: int = Field(0, ge=0, description='For edit: the index of the call in the proposal.')
-
-
-class ToolResultGiven(RequestBody):
-  """The result of a tool call."""
-
-  call: int = Field(0, ge=0, description='The index of the call in the proposal.')
-  ok: bool = Field(description='Whether the tool succeeded.')
-  text: Text = Field(description='The output that the model reads.')
-  exit_code: int | None = Field(None, description='The exit code of a command.')
-  stderr: Text | None = Field(None, description='The end of the stderr of a command.')
-  field: Label | None = Field(None, description='The name of the invalid argument.')
-  line: int | None = Field(None, description='The line of the file, from 1, at which the tool failed.')
 
 
 class ResultsRequest(RequestBody):
   """The results of all calls of a turn."""
 
-  results: Annotated[list[ToolResultGiven], Field(min_length=1, max_length=64)]
+  results: Annotated[list[ToolResult], Field(min_length=1, max_length=64)]
   digest: Label | None = Field(
     None, description='The digest of the turn, after the decision, whose calls were run; otherwise as in a decision.'
   )
@@ -181,32 +129,6 @@ class TurnSaid(ResponseBody):
   )
 
 
-class LearnedSaid(ResponseBody):
-  """The result of learning from turns of a session."""
-
-  version_before: int
-  version_after: int = Field(description='Equal to version_before if nothing was committed.')
-  accepted: bool
-  reason: str | None = Field(None, description='Why a guard rejected the new version.')
-  unchanged: bool = Field(False, description='Whether every gradient was 0: nothing was learned, no version made.')
-  turns: list[int] = Field(description='The numbers of the turns that were learned from.')
-  waiting: int = Field(description='The number of examples that wait until there are min_sdpo_examples.')
-  divergence_before: float | None = Field(None, description='KL(teacher‖student) per token, in nats.')
-  divergence_after: float | None = Field(None, description='The same for the new version.')
-  moved: list[dict[str, Any]] = Field(
-    description='The tokens whose log-probs changed most: position, token, text, before, after.'
-  )
-  seconds: float | None = Field(None, description='Null: the process ended after learning, before it noted more.')
-  answers: list[dict[str, Any]] = Field(
-    default_factory=list,
-    description='For each turn that was denied or edited, the log-probs [before, after] of the whole answer on the '
-    "lesson's prompt: rejected, and after an edit wanted. They are those of the new version, even if it was rejected.",
-  )
-  warnings: list[str] = Field(
-    default_factory=list, description='As in a feedback, or about answers that moved wrongly.'
-  )
-
-
 class SessionTurnsSaid(PageSaid):
   """A session with its turns."""
 
@@ -224,16 +146,16 @@ class DecidedSaid(ResponseBody):
   """A turn after a decision or results, and what was learned from it."""
 
   turn: TurnSaid
-  learned: LearnedSaid | None = None
+  learned: LearnedTurns | None = None
 
 
 class FlushedSaid(ResponseBody):
   """What was learned from the waiting examples."""
 
-  learned: LearnedSaid | None = Field(None, description='Null: no example was waiting.')
+  learned: LearnedTurns | None = Field(None, description='Null: no example was waiting.')
 
 
 class ReplayedSaid(ResponseBody):
   """What was learned in each step of a replay."""
 
-  learned: list[LearnedSaid]
+  learned: list[LearnedTurns]

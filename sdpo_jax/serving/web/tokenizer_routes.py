@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
-from sdpo_jax.serving.web.schemas import Message, RequestBody, ResponseBody, Tokens
+from sdpo_jax.serving.web.schemas import Message, RequestBody, ResponseBody, Tokens, one_of
 
 _LONGEST = 400_000  # Characters of a text: other requests wait while it is tokenized.
 _SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
@@ -23,11 +23,7 @@ class TokenizeBody(RequestBody):
   add_special_tokens: bool = Field(True, description='Whether the tokenizer adds its special tokens to a text.')
   return_token_strs: bool = False
 
-  @model_validator(mode='after')
-  def _one_form(self):
-    if (self.prompt is None) == (self.messages is None):
-      raise ValueError('send one of prompt and messages')
-    return self
+  _one_form = one_of('prompt', 'messages')
 
 
 class TokenizeSaid(ResponseBody):

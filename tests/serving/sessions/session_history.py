@@ -46,7 +46,7 @@ from tests.serving.store.store_cases import arrays, open_store
 OWNER, SESSIONS, ADAPTERS = 'ada', 8, 4
 RETENTION = Retention(keep_versions=2)  # So that the folders of long histories stay small.
 DENY, DENY_ONLY, EDIT = Decision('deny', 'Use rg.'), Decision('deny'), Decision('edit', arguments={'p': 'y'})
-FAILED = ToolResult(0, False, 'It failed.', exit_code=1)
+FAILED = ToolResult(False, 'It failed.', exit_code=1)
 _HI = [{'role': 'user', 'content': 'Hi'}]
 _LONG = 10**6  # Tokens of prompts.
 
@@ -123,7 +123,7 @@ def settings_of(number: int) -> SessionSettings:
   """Return the settings of a session: of two of them examples wait for a second one, and half learn from tools."""
   several = 2 if number >= SESSIONS - 2 else 1
   said = {'tools': TOOLS, 'title': str(number), 'min_sdpo_examples': several, 'learn_from_results': number % 2 == 0}
-  return SessionSettings.from_json(said | {'rehearse': 1 if number == 0 else 0})
+  return SessionSettings(**said, rehearse=1 if number == 0 else 0)
 
 
 def prepare(account: Learner) -> list[tuple[str, str]]:

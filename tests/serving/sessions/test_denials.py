@@ -5,10 +5,11 @@ import json
 import pytest
 
 from sdpo_jax.environments.workspace.tools import DENIED
+from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import session_tables
-from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.examples import READER
 from sdpo_jax.serving.sessions.session_records import Decision, SessionSettings, ToolResult
 from sdpo_jax.serving.sessions.sessions import Sessions
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called
@@ -36,7 +37,7 @@ def script(monkeypatch):
 
 def opened(ada, **settings):
   adapter = ada.service.store.create(session_history.OWNER, 'one', {}, arrays(0))[0].id
-  session, _ = Sessions(ada).open(adapter, SessionSettings.from_json({'tools': TOOLS, **settings}))
+  session, _ = Sessions(ada).open(adapter, SessionSettings(tools=TOOLS, **settings))
   return adapter, session.id
 
 
@@ -86,9 +87,9 @@ def test_lessons_are_on_the_prompt_without_what_was_denied(ada, script):
     assert words in shown(ada, example.teacher_prompt) and DENIED not in shown(ada, example.teacher_prompt)
     assert example.feedback == words and example.messages == tuple(HI)
     assert (example.log_probs is None) == (turn is not first)  # Drawn from another prompt.
-  lines = [json.loads(json.dumps(each.to_json())) for each in examples]
+  lines = [as_json(vars(each)) for each in examples]
   other = ada.service.store.create(session_history.OWNER, 'other', {}, arrays(0))[0].id
-  replayed = Sessions(ada).replay(other, [TrainingExample.from_json(line) for line in lines])
+  replayed = Sessions(ada).replay(other, [READER.validate_json(line) for line in lines])
   assert [each.accepted for each in replayed] == [True] * 3
 
 
@@ -97,7 +98,7 @@ def test_what_was_denied_stays_once_the_conversation_goes_on(ada, script):
   first, _ = denied(ada, script, where, 'Use r.', messages=HI)
   second = proposed(ada, script, where, called(READ), [{'role': 'user', 'content': 'Well?'}])
   Sessions(ada).decide(*where, 1, Decision('approve'))
-  Sessions(ada).results(*where, 1, [ToolResult(0, True, 'x')])
+  Sessions(ada).results(*where, 1, [ToolResult(True, 'x')])
   third, _ = denied(ada, script, where, 'Not so.', called(GREP_A))
   assert list(third.prompt_tokens[: len(second.prompt_tokens)]) == list(second.prompt_tokens)
   _, rehearsed, last = sorted(Sessions(ada).examples(*where), key=lambda each: each.turn)
@@ -143,5 +144,3 @@ def test_sessions_without_the_setting_answer_the_same_prompt_again(ada, script):
   first, _ = denied(ada, script, where, 'Use r.', messages=HI)
   second = proposed(ada, script, where, called(READ))
   assert first.told is None and list(second.prompt_tokens) == list(first.prompt_tokens)
-  with pytest.raises(InvalidRequest, match='after_denial must be one of tell, retry'):
-    SessionSettings.from_json({'after_denial': 'ask'})

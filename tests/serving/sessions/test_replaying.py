@@ -44,6 +44,7 @@ def exported(family, said):
   """Return a denial behind a call that was approved, as that model's service exports it."""
   form, text = answered(family, said)
   return TrainingExample(
+    format=1,
     session='ses-1',
     turn=1,
     kind='denial',

@@ -8,8 +8,10 @@ import math
 import pathlib
 
 import numpy as np
+import pydantic
 import pytest
 
+from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving import guards as feedback_guards
 from sdpo_jax.serving.account import Account
@@ -26,7 +28,7 @@ from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import VersionTarget, engine_name
 from sdpo_jax.serving.sample_requests import SampleDraft
 from sdpo_jax.serving.sessions import session_tables, teaching, waiting_examples
-from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.examples import READER
 from sdpo_jax.serving.sessions.session_records import (
   AgentSession,
   Decision,
@@ -38,6 +40,8 @@ from sdpo_jax.serving.sessions.session_records import (
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.database import SESSION_TABLES
 from sdpo_jax.serving.tool_calls import ToolCall
+from sdpo_jax.serving.web.error_responses import invalid
+from sdpo_jax.serving.web.session_schemas import DecisionRequest, ResultsRequest
 from tests.serving.service_world import HELLO, make_config, model_folder, running
 from tests.serving.session_world import GREP, GREP_A, READ, TOOLS, called, world
 
@@ -72,7 +76,7 @@ def ada(running_world, request):
 def opened(account, adapter=None, **settings):
   """Return a session, of a new adapter unless one is named."""
   adapter = adapter or account.create('one', seed=0)[0].id
-  session, _ = Sessions(account).open(adapter, SessionSettings.from_json(RETRY | settings))
+  session, _ = Sessions(account).open(adapter, SessionSettings(**RETRY | settings))
   return adapter, session.id
 
 
@@ -127,7 +131,7 @@ def test_denials_without_a_gradient_move_no_bit(ada, script, service, monkeypatc
   for _ in range(count):
     learned = denied(ada, script, where, messages=())
     assert (learned.unchanged, learned.accepted, learned.version_before, learned.version_after) == (True, True, 1, 1)
-    assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+    assert LearnedTurns(**json.loads(json.dumps(learned.to_json()))) == learned
   assert [each.digest for each in ada.versions(adapter)][1:] == [version.digest]
   ours = service.worker.arrays(version.engine_name)
   assert {name: array.tobytes() for name, array in ours.items()} == before
@@ -178,7 +182,7 @@ def test_the_conversation_goes_on_with_what_was_approved_and_what_tools_answered
   assert (turn.status, learned) == ('approved', None)
   with pytest.raises(InvalidRequest, match='nothing to answer'):
     Sessions(ada).propose(*where)
-  turn, learned = Sessions(ada).results(*where, 1, [ToolResult(0, True, 'a:x')])
+  turn, learned = Sessions(ada).results(*where, 1, [ToolResult(True, 'a:x')])
   assert learned is None and turn.results[0].text == 'a:x' and turn.status == 'approved'
   with pytest.raises(InvalidRequest, match='already has the results of turn 1'):
     Sessions(ada).propose(*where, [{'role': 'tool', 'content': 'a:x'}])
@@ -216,7 +220,7 @@ def test_long_outputs_do_not_end_a_session(ada, script, service, monkeypatch, co
       Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}.'))
       continue
     Sessions(ada).decide(*where, number, APPROVE)
-    Sessions(ada).results(*where, number, [ToolResult(0, True, f'begin {number} ' + 'x' * 20_000 + f' end {number}')])
+    Sessions(ada).results(*where, number, [ToolResult(True, f'begin {number} ' + 'x' * 20_000 + f' end {number}')])
   prompts = [service.tokenizer.decode(turn.prompt_tokens) for turn in turns]
   assert max(len(turn.prompt_tokens) for turn in turns) <= 32_768
   assert [turn.compacted for turn in turns[:4]] == [False, False, False, True]
@@ -242,7 +246,7 @@ def test_denials_do_not_end_a_session(ada, script, service, monkeypatch):
     Sessions(ada).decide(*where, number, Decision('deny', f'Reason {number}. ' + 'Why? ' * 5))
     turns.append(proposed(ada, script, where, called(READ), ()))
     Sessions(ada).decide(*where, number + 1, APPROVE)
-    Sessions(ada).results(*where, number + 1, [ToolResult(0, True, 'Found.')])
+    Sessions(ada).results(*where, number + 1, [ToolResult(True, 'Found.')])
   said = service.tokenizer.decode(turns[-1].prompt_tokens)
   assert 'Reason 38.' in said and 'Reason 0.' not in said and 'left out here' in said
 
@@ -252,12 +256,12 @@ def test_results_can_be_replaced_until_a_turn_has_read_them(ada, script, service
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
   for text in ('one', 'two', 'two'):
-    turn, _ = Sessions(ada).results(*where, 0, [ToolResult(0, True, text)])
+    turn, _ = Sessions(ada).results(*where, 0, [ToolResult(True, text)])
   second = proposed(ada, script, where, 'Done.', ())
   said = service.tokenizer.decode(second.prompt_tokens)
   assert turn.results[0].text == 'two' and 'two' in said and 'one' not in said
   with pytest.raises(TurnConflict, match='already has other results, which a later turn has read'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'one')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'one')])
 
 
 def test_messages_after_a_denial_join_those_that_were_not_answered(ada, script, service):
@@ -282,7 +286,7 @@ def test_an_edit_teaches_the_edited_call_and_stands_in_the_conversation(ada, scr
   [example] = Sessions(ada).examples(adapter)
   assert (example.kind, example.demonstration) == ('edit', called(GREP_A)) and list(example.tokens) == first.tokens
   assert called(GREP_A) in service.tokenizer.decode(example.teacher_prompt)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   second = proposed(ada, script, where, 'Done.', ())
   kept = [*first.prompt_tokens, *service.tokenizer.encode(called(GREP_A)), service.tokenizer.eos_token_id]
   assert second.prompt_tokens[: len(kept)] == kept
@@ -306,7 +310,7 @@ def test_how_the_rejected_and_the_wanted_call_moved_is_measured(ada, script, ser
   else:
     assert example.edited_tokens is None and learned.divergence_before > 0
   other = ada.create('other', seed=0)[0].id  # It learns the same from the example.
-  [again] = Sessions(ada).replay(other, [TrainingExample.from_json(json.loads(json.dumps(example.to_json())))])
+  [again] = Sessions(ada).replay(other, [READER.validate_json(as_json(vars(example)))])
   assert again.accepted and again.divergence_before == pytest.approx(learned.divergence_before)
   if how == 'direct':
     assert [each.wanted for each in again.answers] == [pytest.approx(moved.wanted)]
@@ -371,7 +375,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   adapter, _ = where = opened(ada, learn_from_results=True, title='Tools')
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
-  failed = ToolResult(0, False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
+  failed = ToolResult(False, 'No.', exit_code=2, stderr='x: bad', field='p', line=3)
   with pytest.raises(InvalidRequest, match='one result for each of them'):
     Sessions(ada).results(*where, 0, [failed, failed])
   turn, learned = Sessions(ada).results(*where, 0, [failed])
@@ -380,7 +384,7 @@ def test_tools_that_failed_are_lessons_where_the_session_says_so(ada, script):
   assert learned.accepted and turn.learned == learned and turn.status == 'approved'
   assert Sessions(ada).results(*where, 0, [failed]) == (turn, learned)
   with pytest.raises(TurnConflict, match='other results'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'x')])
 
 
 def test_examples_wait_until_there_are_enough_and_are_learned_together(ada, script):
@@ -414,7 +418,7 @@ def test_what_was_right_is_rehearsed_beside_a_correction(ada, script):
   for number, text in enumerate((READ, GREP_A)):
     proposed(ada, script, where, called(text), HI if number == 0 else ())
     Sessions(ada).decide(*where, number, APPROVE)
-    Sessions(ada).results(*where, number, [ToolResult(0, True, '')])
+    Sessions(ada).results(*where, number, [ToolResult(True, '')])
   learned = denied(ada, script, where, messages=())
   assert learned.turns == (2,)
   assert ada.version(adapter).details['session']['examples'] == [[1, 'rehearsal'], [2, 'denial']]
@@ -426,7 +430,7 @@ def test_what_was_right_is_rehearsed_beside_a_correction(ada, script):
 
 
 def test_a_teacher_may_read_the_attempt(ada, script, service):
-  adapter, _ = where = opened(ada, show_attempt=True, teacher='base')
+  adapter, _ = where = opened(ada, show_attempt=True, teacher={'kind': 'base'})
   turn = proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, DENY)
   [example] = Sessions(ada).examples(adapter)
@@ -483,7 +487,7 @@ def test_what_is_decided_stays_decided(ada, script):
     with pytest.raises(TurnConflict, match='already denied'):
       Sessions(ada).decide(*where, 0, other)
   with pytest.raises(TurnConflict, match='send results for'):
-    Sessions(ada).results(*where, 0, [ToolResult(0, True, 'x')])
+    Sessions(ada).results(*where, 0, [ToolResult(True, 'x')])
   answered = proposed(ada, script, where, 'Yes.', ())
   proposed(ada, script, where, 'No.', HI)
   with pytest.raises(TurnConflict, match='newest turn is') as raised:
@@ -562,11 +566,20 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
   assert Sessions(ada).decide(*where, 0, DENY)[1].accepted
 
 
+def parsed(body, said):
+  """Return the body of a request as its route reads it."""
+  try:
+    return pydantic.TypeAdapter(body).validate_json(json.dumps(said))
+  except pydantic.ValidationError as error:
+    raise invalid(error) from error
+
+
 @pytest.mark.parametrize(
   'said, field',
   [
     ({'tool': []}, 'tool'),
-    ({'tools': [{'name': 3}]}, 'tools[0]'),
+    ({'tools': [{'name': 3}]}, 'tools.0'),
+    ({'tools': [{'name': 'x', 'parameters': math.inf}]}, 'tools.0'),
     ({'tools': 'grep'}, 'tools'),
     ({'tools': TOOLS * 50}, 'tools'),
     ({'tools': [], 'system': 'x' * 9999}, 'system'),
@@ -575,12 +588,12 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
     ({'min_sdpo_examples': 60, 'rehearse': 5}, 'min_sdpo_examples'),
     ({'rehearse': -1}, 'rehearse'),
     ({'teacher': 'nobody'}, 'teacher.kind'),
-    ({'update': {'rate': 1}}, 'rate'),
+    ({'update': {'rate': 1}}, 'update.rate'),
     ({'update': {'steps': 99}}, 'update.steps'),
     ({'guards': {'max_kl': 1}}, 'guards.max_kl'),
     ({'sampling': {'n': 2}}, 'sampling.n'),
     ({'sampling': {'max_tokens': 9}}, 'max_tokens'),
-    ({'sampling': {'temperature': -1}}, 'temperature'),
+    ({'sampling': {'temperature': -1}}, 'sampling.temperature'),
     ({'sampling': {'stop': ['</tool_call>']}}, 'sampling.stop'),
     ({'learn_from_results': 1}, 'learn_from_results'),
     ({'system': 1}, 'system'),
@@ -589,34 +602,68 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
 )
 def test_settings_that_cannot_be_are_refused_by_their_field(ada, said, field):
   with pytest.raises(InvalidRequest) as raised:
-    opened(ada, ada.create('one', seed=0)[0].id, **said)
+    Sessions(ada).open(ada.create('one', seed=0)[0].id, parsed(SessionSettings, RETRY | said))
   assert raised.value.field == field and len(str(raised.value)) > 20
 
 
 @pytest.mark.parametrize(
   'read, said, field',
   [
-    (Decision, {'decision': 'maybe'}, 'decision'),
-    (Decision, {'decision': 'edit'}, 'arguments'),
-    (Decision, {'decision': 'deny', 'arguments': {}}, 'arguments'),
-    (Decision, {'decision': 'approve', 'correction': 'x'}, 'correction'),
-    (Decision, {'decision': 'edit', 'arguments': [1]}, 'arguments'),
-    (Decision, {'decision': 'edit', 'arguments': {'a': math.nan}}, 'arguments'),
-    (Decision, {'decision': 'edit', 'arguments': {'a': [{'b\ud800': 1}]}}, 'arguments'),
-    (Decision, {'decision': 'deny', 'correction': 3}, 'correction'),
-    (Decision, {'decision': 'deny', 'correction': 'half \ud83d'}, 'correction'),
-    (Decision, {'decision': 'edit', 'arguments': {}, 'call': True}, 'call'),
-    (ToolResult, {'call': 0, 'ok': True}, 'text'),
-    (ToolResult, {'call': 0, 'ok': 1, 'text': ''}, 'ok'),
-    (ToolResult, {'call': 0, 'ok': True, 'text': '', 'exit_code': 'x'}, 'exit_code'),
-    (TrainingExample, {'format': 2}, 'format'),
-    (TrainingExample, {'format': 1}, 'session'),
+    (DecisionRequest, {'decision': 'maybe'}, 'decision'),
+    (DecisionRequest, {'decision': 'edit', 'arguments': [1]}, 'arguments'),
+    (DecisionRequest, {'decision': 'edit', 'arguments': {'a': math.nan}}, 'arguments'),
+    (DecisionRequest, {'decision': 'edit', 'arguments': {'a': [{'b\ud800': 1}]}}, None),  # Is no JSON.
+    (DecisionRequest, {'decision': 'deny', 'correction': 3}, 'correction'),
+    (DecisionRequest, {'decision': 'deny', 'correction': 'half \ud83d'}, None),
+    (DecisionRequest, {'decision': 'edit', 'arguments': {}, 'call': True}, 'call'),
+    (ResultsRequest, {'results': [{'call': 0, 'ok': True}]}, 'results.0.text'),
+    (ResultsRequest, {'results': [{'call': 0, 'ok': 1, 'text': ''}]}, 'results.0.ok'),
+    (ResultsRequest, {'results': [{'ok': True, 'text': '', 'exit_code': 'x'}]}, 'results.0.exit_code'),
+    (ResultsRequest, {'results': [{'ok': True, 'text': '', 'colour': 'x'}]}, 'results.0.colour'),
   ],
 )
 def test_what_is_none_is_refused_by_its_field(read, said, field):
   with pytest.raises(InvalidRequest) as raised:
-    read.from_json(said)
+    parsed(read, said)
   assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+  'said, field',
+  [
+    ({'kind': 'edit'}, 'arguments'),
+    ({'kind': 'deny', 'arguments': {}}, 'arguments'),
+    ({'kind': 'approve', 'correction': 'x'}, 'correction'),
+  ],
+)
+def test_fields_of_a_decision_that_do_not_go_together_are_refused(said, field):
+  with pytest.raises(InvalidRequest) as raised:
+    Decision(**said)
+  assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+  'change, field',
+  [
+    ({'format': 2}, 'format'),
+    ({'session': None}, 'session'),
+    ({'tokens': []}, 'tokens'),
+    ({'tokens': [1, 2**31]}, 'tokens.1'),
+    ({'log_probs': [0.0, 0.0]}, 'log_probs'),
+    ({'update': {'a': math.inf}}, 'update'),
+    ({'messages': [{'role': 'assistant', 'content': '', 'calls': []}]}, 'messages.0'),
+    ({'calls': [{'name': 'a'}]}, 'calls.0'),
+    ({'messages': [{'role': 'assistant', 'content': '', 'said': '', 'calls': [1]}]}, 'messages.0'),
+    ({'colour': 'red'}, 'colour'),
+  ],
+)
+def test_examples_that_cannot_be_are_refused_by_their_field(ada, script, change, field):
+  where = opened(ada)
+  denied(ada, script, where)
+  [example] = Sessions(ada).examples(where[0])
+  with pytest.raises(pydantic.ValidationError) as raised:
+    READER.validate_json(json.dumps(vars(example) | change))
+  assert invalid(raised.value).field == field
 
 
 @pytest.mark.parametrize(
@@ -801,18 +848,18 @@ def test_examples_travel_as_json_and_are_learned_by_another_adapter_as_they_were
   adapter, _ = where = opened(ada, min_sdpo_examples=2, rehearse=1)
   proposed(ada, script, where, called(READ))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   for _ in range(3):
     denied(ada, script, where, messages=())
-  lines = [json.dumps(example.to_json()) for example in Sessions(ada).examples(adapter)]
-  examples = [TrainingExample.from_json(json.loads(line)) for line in lines]
+  found = Sessions(ada).examples(adapter)
+  examples = [READER.validate_json(as_json(vars(example))) for example in found]
   assert [(example.kind, example.state) for example in examples] == [
     ('denial', 'learned'),
     ('denial', 'learned'),
     ('rehearsal', 'learned'),
     ('denial', 'waiting'),
   ]
-  assert [example.to_json() for example in examples] == [json.loads(line) for line in lines]
+  assert [vars(example) for example in examples] == [vars(example) for example in found]
   other, _ = ada.create('two', seed=0)
   learned = Sessions(ada).replay(other.id, examples)
   assert [each.turns for each in learned] == [(0, 1, 2), (3,)] and all(each.accepted for each in learned)
@@ -826,7 +873,7 @@ def test_what_was_undone_is_marked_and_not_learned_by_holder(ada, script, servic
   adapter, _ = where = opened(ada, rehearse=1)
   proposed(ada, script, where, called(READ))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   for _ in range(2):
     denied(ada, script, where, messages=())
   ada.undo(adapter, None)
@@ -837,7 +884,7 @@ def test_what_was_undone_is_marked_and_not_learned_by_holder(ada, script, servic
     ('denial', 2, 'undone', (2,)),
   ]
   other, _ = ada.create('two', seed=0)
-  examples = [TrainingExample.from_json(json.loads(json.dumps(example.to_json()))) for example in found]
+  examples = [READER.validate_json(as_json(vars(example))) for example in found]
   assert [each.turns for each in Sessions(ada).replay(other.id, examples)] == [(0, 1)]
   one, two = (service.store.arrays(ada.version(id)) for id in (adapter, other.id))
   for name in one:
@@ -851,7 +898,7 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
   adapter, _ = where = opened(ada, system='S')
   proposed(ada, script, where, called(GREP))
   Sessions(ada).decide(*where, 0, APPROVE)
-  Sessions(ada).results(*where, 0, [ToolResult(0, True, 'ok')])
+  Sessions(ada).results(*where, 0, [ToolResult(True, 'ok')])
   denied(ada, script, where, messages=())
   turn = Sessions(ada).turns(*where)[1]
   [example] = Sessions(ada).examples(adapter)
@@ -876,12 +923,10 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
 
 def test_records_are_json_and_back():
   learned = LearnedTurns(0, 1, True, None, (0,), 0, 0.5, 0.25, (), 0.1)
-  assert LearnedTurns.from_json(json.loads(json.dumps(learned.to_json()))) == learned
+  assert LearnedTurns(**json.loads(json.dumps(learned.to_json()))) == learned
   for decision in (DENY, APPROVE, Decision('edit', 'x', {'a': [1]}, 2)):
     assert Decision(**json.loads(json.dumps(decision.to_json()))) == decision
-  settings = SessionSettings.from_json(
-    {'tools': TOOLS, 'teacher': 'ema', 'update': {'steps': 2}, 'sampling': {'stop': 'x'}}
-  )
+  settings = SessionSettings(tools=TOOLS, teacher={'kind': 'ema'}, update={'steps': 2}, sampling={'stop': ['x']})
   assert SessionSettings(**json.loads(json.dumps(settings.to_json()))) == settings
   session = AgentSession('a', 'b', 0.0, settings, None, {}, 'digest')
   assert list(session.to_json()) == ['id', 'adapter', 'created', 'settings', 'tool_form']

@@ -499,7 +499,7 @@ def test_events_tell_what_happened_and_read_on(world):
   at = create(world.ada, 'eventful')
   sample = draw(world.ada, 'eventful')['completions'][0]['sample_id']
   world.ada.post(f'{at}/feedback', json={'sample_id': sample, 'feedback': 'Be brief.'})
-  known = world.service.events.after(at.rsplit('/', 1)[1], None)
+  known = world.service.events.wait(at.rsplit('/', 1)[1], None, 0)
   assert [event.kind for event in known] == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
   from sdpo_jax.serving.call import Call
   from sdpo_jax.serving.errors import NotReady

@@ -710,7 +710,7 @@ def test_adapters_are_listed_exported_and_deleted(world, dan):
   [
     ('/v1/distill', {'lora_id': 'base', 'prompt': 'Hi', 'response': 'Hello'}, 400, 'model without an adapter'),
     ('/v1/distill', {'lora_id': 'carl', 'prompt': 'Hi', 'response': 'Hello'}, 404, 'There is no'),
-    ('/v1/distill', {'prompt': 'Hi', 'response': 'Hello'}, 400, 'name the adapter in one of'),
+    ('/v1/distill', {'prompt': 'Hi', 'response': 'Hello'}, 400, 'send one of lora_uri, lora_id and id'),
     (
       '/v1/distill',
       {'lora_id': 'ada', 'prompt': 'Hi', 'response': 'Hello', 'training': {'alpha': 1.5}},

@@ -465,6 +465,7 @@ def test_lines_that_are_no_examples_are_refused_by_their_number(world, line):
     ('turns/0/decision', {'decision': 'approve', 'correction': 'x'}, 'correction'),
     ('turns/0/decision', {'decision': 'deny', 'correction': 'é' * 1001}, 'serve.limits.max_message_bytes'),
     ('turns/0/results', {'results': []}, 'results'),
+    ('turns/0/results', {'results': [{'ok': True, 'text': '', 'colour': 1}]}, 'no field results.0.colour'),
     ('turns/0/results', {'results': [{'call': 0, 'ok': 'yes', 'text': ''}]}, 'results.0.ok'),
     ('turns/one/decision', DENIAL, 'whole number'),
   ],
@@ -487,6 +488,9 @@ def test_what_cannot_be_is_refused_in_a_sentence_that_names_it(world, path, body
     ({'sampling': {'temperature': -1}}, 'sampling.temperature'),
     ({'update': {'learning_rate': 'high'}}, 'update.learning_rate'),
     ({'colour': 'red'}, 'no field colour'),
+    ({'after_denial': 'ask'}, "after_denial: Input should be 'tell' or 'retry'"),
+    ({'tools': [{'type': 'function'}]}, 'tools.0: must be {"type": "function"'),
+    ({'tools': [{'name': 'x'}] * 129}, 'tools: List should have at most 128 items'),
   ],
 )
 def test_settings_that_cannot_be_are_refused_in_a_sentence_that_names_them(world, settings, words):

@@ -9,7 +9,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from sdpo_jax import invisible
-from sdpo_jax.serving.web.endpoints import operation
+from sdpo_jax.serving.web.endpoints import handled
 
 _FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → content type.
 # Only its own files and routes, and not within other pages, so that users see what they approve.
@@ -21,11 +21,12 @@ POLICY = (
 
 def routes() -> list[Route]:
   """Return the routes of the console, which need no key; the page asks its user for one."""
-  return [Route('/', _beginning, methods=['GET']), *(_file(path, kind) for path, kind in _FILES.items())]
+  return [_beginning, *(_file(path, kind) for path, kind in _FILES.items())]
 
 
-@operation(summary='Redirect to the web console.', answers='text/html', open=True)
+@handled('GET', '/', answers='text/html', open=True)
 async def _beginning(request: Request) -> Response:
+  """Redirect to the web console."""
   return RedirectResponse('console')
 
 
@@ -35,8 +36,8 @@ def _file(path: str, kind: str) -> Route:
   if kind == 'text/javascript':
     content = invisible.SCRIPT.encode() + content
 
-  @operation(summary=f'Return {name} of the web console.', answers=kind, open=True)
+  @handled('GET', f'/{path}', summary=f'Return {name} of the web console.', answers=kind, open=True)
   async def file(request: Request) -> Response:
     return Response(content, media_type=kind, headers={'Content-Security-Policy': POLICY, 'X-Frame-Options': 'DENY'})
 
-  return Route(f'/{path}', file, methods=['GET'])
+  return file
