@@ -119,6 +119,7 @@ class Reply:
   body: Any  # As JSON, or bytes.
   content_type: str = JSON
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  kept: bool = True  # Whether a repeat of the request gets it, too, and does not run again.
 
 
 def whole(text: str, name: str) -> int:
@@ -162,6 +163,7 @@ def route(
     if drawn is not None and body.stream:
       return drawn(asked)
     reply = function(asked)
+    state.kept = reply.kept
     headers = {**known.headers_of(reply.body), **reply.headers}
     sent = reply.body if isinstance(reply.body, bytes) else as_json(reply.body)
     return Response(sent, known.status, headers, reply.content_type)

@@ -278,6 +278,7 @@ class Gate:
         'metrics': self._metrics,
         'request_id': request.id,
         'idempotency': None,
+        'kept': True,
         'post_to_replica': functools.partial(self._forwarding.post, asyncio.get_running_loop(), request, call),
       }
       if operation.token:  # Before a stored response is returned.
@@ -398,12 +399,14 @@ class Gate:
     try:
       await app(scope, replay, answer)
       if idempotent is not None:
-        if answer.status < 400 and answer.complete:
-          done, idempotent = idempotent, None
-          try:
-            await run_in_threadpool(account.service.store.finish, done, answer.status, answer.held_body)
-          except ServiceError as error:  # The request has succeeded; the response to a repeat is rebuilt.
-            self._log.error(error, request.id)
+        end = functools.partial(account.service.store.abandon, idempotent)
+        if answer.status < 400 and answer.complete and scope['state']['kept']:
+          end = functools.partial(account.service.store.finish, idempotent, answer.status, answer.held_body)
+        idempotent = None
+        try:
+          await run_in_threadpool(end)  # Before the client has the answer, and may send the request again.
+        except ServiceError as error:  # The request has succeeded; the response to a repeat is rebuilt.
+          self._log.error(error, request.id)
         await answer.release()
     finally:
       self._endless.discard(call)

@@ -255,7 +255,8 @@ def feedback_batch(asked: Incoming) -> Reply:
     results = list(_learned(asked, dict(enumerate(entries))).values())
   else:
     results = _batch_once(asked, asked.idempotency, entries)
-  return Reply({'results': [_result(done) for done in results]})
+  said = [_result(done) for done in results]
+  return Reply({'results': said}, kept=not any('error' in each for each in said))  # As alone: errors are not kept.
 
 
 def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) -> dict[int, Any]:
@@ -291,7 +292,7 @@ class _OfHolder(dict[str, Any]):
 def _batch_once(
   asked: Incoming, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
 ) -> list[Any]:
-  """Return the results of a batch with an Idempotency-Key; each entry is learned only once."""
+  """Return the results of a batch with an Idempotency-Key; each entry is learned only once, and errors run again."""
   account, begun = asked.account, {}
   results: list[Any] = [None] * len(entries)
   try:
@@ -310,8 +311,9 @@ def _batch_once(
         part = begun.pop(index)
         account.service.store.finish(part, 200, as_json(done))
   finally:
-    for part in begun.values():
-      account.service.store.abandon(part)
+    with contextlib.ExitStack() as ended:  # Each of them, also if the database fails.
+      for part in begun.values():
+        ended.callback(account.service.store.abandon, part)
   return results
 
 
