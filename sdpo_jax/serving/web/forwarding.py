@@ -13,6 +13,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import FairSemaphore
 from sdpo_jax.serving.errors import NotHolder, StorageFailed
 from sdpo_jax.serving.web.admission import GateRequest
 
@@ -29,9 +30,14 @@ _OF_CONNECTION = frozenset('connection content-length expect keep-alive te trail
 class Forwarding:
   """The client of other replicas; for one event loop."""
 
-  def __init__(self, lives: Callable[[str], bool]) -> None:
-    """Make a client; `lives`: whether the replica at a URL has renewed its leases, may raise StorageFailed."""
-    self._lives = lives
+  def __init__(self, lives: Callable[[str], bool], places: FairSemaphore) -> None:
+    """Make a client.
+
+    Args:
+      lives: whether the replica at a URL has renewed its leases; may raise StorageFailed.
+      places: held by what is posted, as many as a replica has, so that a batch of requests waits and is not refused.
+    """
+    self._lives, self._places = lives, places
     self._client: httpx2.AsyncClient | None = None
 
   async def __call__(self, url: str, request: GateRequest, call: Call, scope: Scope, receive: Receive, send: Send):
@@ -89,7 +95,8 @@ class Forwarding:
       async with self._sent(url, 'POST', path.encode(), [*headers, *more.items()], body, call) as answer:
         return answer.status_code, json.loads(await answer.aread())
 
-    return call.result(asyncio.run_coroutine_threadsafe(answered(), loop))
+    with self._places.of(call):
+      return call.result(asyncio.run_coroutine_threadsafe(answered(), loop))
 
   @contextlib.asynccontextmanager
   async def _sent(

@@ -33,7 +33,7 @@ from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import TOKENS, Allowances
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.capacity import Capacity
+from sdpo_jax.serving.capacity import Capacity, FairSemaphore
 from sdpo_jax.serving.errors import (
   Busy,
   Deadline,
@@ -175,7 +175,8 @@ class Gate:
     self._reading = capacity(2 * http.max_requests, of='bodies that arrive')
     self._bytes = capacity(int(http.max_bodies_mb * 2**20), of='bytes of bodies in memory (serve.http.max_bodies_mb)')
     self._endless: set[Call] = set()
-    self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url))
+    places = FairSemaphore(http.max_requests, shared=shared, per_key=per_key)
+    self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url), places)
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)

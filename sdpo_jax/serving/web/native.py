@@ -261,19 +261,22 @@ def feedback_batch(asked: Incoming) -> Reply:
 
 def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) -> dict[int, Any]:
   """Return the results of entries of a batch, by their numbers; other replicas learn what they hold."""
-  results = dict(zip(entries, feedbacks.run_batch(asked.account, list(entries.values())), strict=True))
-  for number, done in results.items():
-    if isinstance(done, NotHolder) and done.url:
-      try:
-        results[number] = _learned_by_holder(asked, done.url, number, entries[number])
-      except ServiceError as error:  # Of this entry alone.
-        results[number] = error
-    elif not isinstance(done, Exception):
+  numbers, given = list(entries), list(entries.values())
+
+  def forward(index: int, holder: NotHolder) -> _OfHolder | ServiceError:
+    try:
+      return _learned_by_holder(asked, holder.url, numbers[index], given[index]) if holder.url else holder
+    except ServiceError as error:  # Of this entry alone.
+      return error
+
+  results = dict(zip(numbers, feedbacks.run_batch(asked.account, given, forward), strict=True))
+  for done in results.values():
+    if not isinstance(done, (Exception, _OfHolder)):
       asked.metrics.feedback(outcome(done))
   return results
 
 
-def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
+def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> _OfHolder:
   """Let another replica learn from an entry of a batch; return its result or its error, as JSON."""
   body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
   more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
