@@ -5,7 +5,7 @@ Most handlers are plain functions that run in the thread pool, on validated inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import re
@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.errors import InvalidRequest, NotHolder
 from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 
@@ -100,7 +100,7 @@ class Incoming:
   last_event: int | None  # The header Last-Event-ID.
   metrics: Metrics
   # Posts to another replica in the name of the client, see `Forwarding.post`.
-  post_to_replica: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, Any]]
+  post_to_replica: Callable[[NotHolder, str, bytes, Mapping[str, Sequence[str]]], tuple[int, Any]]
 
   def number(self, name: str) -> int | None:
     """Return an integer parameter of the query; None: it is absent.

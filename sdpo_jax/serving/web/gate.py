@@ -176,7 +176,7 @@ class Gate:
     self._bytes = capacity(int(http.max_bodies_mb * 2**20), of='bytes of bodies in memory (serve.http.max_bodies_mb)')
     self._endless: set[Call] = set()
     places = FairSemaphore(http.max_requests, shared=shared, per_key=per_key)
-    self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url), places)
+    self._forwarding = Forwarding(lambda replica: lifetime.present.store.leases.lives(replica), places)
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
@@ -192,7 +192,8 @@ class Gate:
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
-    request = GateRequest(secrets.token_hex(8), scope['method'], scope['path'], headers)
+    given = re.fullmatch('[0-9a-f]{16}', headers.get(MARK, [''])[0])  # The id of the request, if it was forwarded.
+    request = GateRequest(given[0] if given else secrets.token_hex(8), scope['method'], scope['path'], headers)
     common = [*_SAFE_HEADERS, (b'x-request-id', request.id.encode()), *self._origins.headers(request)]
     answer = GateResponse(send, common, self._settings.http.read_timeout_s, _LOGGED_BODY if self._log.bodies else 0)
     began = time.monotonic()
@@ -361,7 +362,7 @@ class Gate:
         raise
       account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.
       answer.held = None
-      await handle(functools.partial(self._forwarding, error.url, request, account.call), None)
+      await handle(functools.partial(self._forwarding, error, request, account.call), None)
 
   async def _handle(
     self,

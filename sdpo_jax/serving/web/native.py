@@ -265,7 +265,7 @@ def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) ->
 
   def forward(index: int, holder: NotHolder) -> _OfHolder | ServiceError:
     try:
-      return _learned_by_holder(asked, holder.url, numbers[index], given[index]) if holder.url else holder
+      return _learned_by_holder(asked, holder, numbers[index], given[index]) if holder.url else holder
     except ServiceError as error:  # Of this entry alone.
       return error
 
@@ -276,15 +276,15 @@ def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) ->
   return results
 
 
-def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> _OfHolder:
+def _learned_by_holder(asked: Incoming, holder: NotHolder, number: int, entry: feedbacks.FeedbackEntry) -> _OfHolder:
   """Let another replica learn from an entry of a batch; return its result or its error, as JSON."""
   body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
-  more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
+  headers = {'idempotency-key': [], 'if-match': [] if entry.expected is None else [f'"{entry.expected}"']}
   part = entry.idempotency
   if part is not None:  # It runs there under the same name, so that a repeat of the batch finds its answer anywhere.
     asked.account.service.store.abandon(part)
-    more['idempotency-key'] = forwarding.PART.format(part.id.key, part.id.body)
-  status, said = asked.post_to_replica(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
+    headers['idempotency-key'] = [forwarding.PART.format(part.id.key, part.id.body)]
+  status, said = asked.post_to_replica(holder, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), headers)
   return _OfHolder(said if status == 200 else {'status': status, **said})
 
 
