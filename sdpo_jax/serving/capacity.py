@@ -81,9 +81,10 @@ class Capacity:
 class FairSemaphore:
   """A number of permits for which requests wait; payers get them in turns. Any thread may call."""
 
-  def __init__(self, permits: int, *, shared: bool = False, others: str = 'requests'):
-    """Make a semaphore with all permits free; `shared` as for `Capacity`, `others` are what one waits for."""
-    self._permits, self._lock, self._shares = Capacity(permits, shared=shared), threading.Lock(), Shares()
+  def __init__(self, permits: int, *, shared: bool = False, per_key: int | None = None, others: str = 'requests'):
+    """Make a semaphore with all permits free; the rest as for `Capacity`, `others` are what one waits for."""
+    self._permits = Capacity(permits, shared=shared, per_key=per_key)
+    self._lock, self._shares = threading.Lock(), Shares()
     self._waiting: dict[Payer, collections.deque[concurrent.futures.Future]] = {}
     self._others = others
 

@@ -142,10 +142,10 @@ class NotHolder(ServiceError):
 
   status, code = 503, 'not_holder'
 
-  def __init__(self, url: str):
-    """Say so; `url`: where that replica is reached, or empty if that is not known."""
+  def __init__(self, url: str, replica: str = ''):
+    """Say so; `url`: where that replica is reached, and `replica`: its id, or empty if they are not known."""
     super().__init__('Another replica of the service has this adapter now: retry in a second.', retry_after=1.0)
-    self.url = url
+    self.url, self.replica = url, replica
 
 
 class NotReady(ServiceError):

@@ -23,7 +23,7 @@ from sdpo_jax.serving import guards, lessons
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Feedback
-from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotHolder, NotReady, ServiceError
 from sdpo_jax.serving.feedback_request import FeedbackRequest, choose_teacher
 from sdpo_jax.serving.guards import Guards, Measured
 from sdpo_jax.serving.jobs import tokens_learned
@@ -307,25 +307,34 @@ class FeedbackEntry:
   idempotency: IdempotentRequest | None = None
 
 
-def run_batch(account: Account, entries: Sequence[FeedbackEntry]) -> list[dict[str, Any] | ServiceError | UserError]:
+def run_batch(
+  account: Account, entries: Sequence[FeedbackEntry], forward: Callable[[int, NotHolder], Any] | None = None
+) -> list[Any]:
   """Run several feedbacks; return, in their order, the response or the error of each.
 
   Each is its own transaction. Those of one adapter run one after the other, those of different adapters concurrently,
   so that the engine learns from them in the same batches.
+
+  Args:
+    account: the account of the owner.
+    entries: the feedbacks.
+    forward: asked, instead of returning the error, for the one of an index if another replica holds its adapter.
   """
   by_adapter: dict[str, list[int]] = {}
   for index, entry in enumerate(entries):
     by_adapter.setdefault(entry.adapter, []).append(index)
 
-  def one_after_the_other(indices: list[int]) -> list[tuple[int, dict[str, Any] | ServiceError | UserError]]:
+  def one_after_the_other(indices: list[int]) -> list[tuple[int, Any]]:
     found = []
     for index in indices:
       entry = entries[index]
       try:
-        done = learn(account, entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency)
-        found.append((index, done.said))
+        done = learn(account, entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency).said
+      except NotHolder as error:
+        done = forward(index, error) if forward else error
       except (ServiceError, UserError) as error:
-        found.append((index, error))
+        done = error
+      found.append((index, done))
     return found
 
   if not by_adapter:

@@ -21,7 +21,9 @@ import yaml
 
 from sdpo_jax.command import _OVERRIDE
 from sdpo_jax.config import config_files
-from sdpo_jax.serving.web import server
+from sdpo_jax.serving.errors import NotReady
+from sdpo_jax.serving.store import leases
+from sdpo_jax.serving.web import error_responses, server
 from sdpo_jax.serving.web.telemetry import Metrics
 from sdpo_jax.serving.worker import Worker
 from tests import tiny
@@ -128,6 +130,12 @@ def test_a_pod_is_given_the_time_to_drain():
   assert POD['terminationGracePeriodSeconds'] >= before + drain + server._LAST_ANSWERS  # noqa: SLF001
 
 
+def test_a_paused_pod_is_out_when_its_leases_end():
+  probe = SERVE['readinessProbe']
+  seconds = probe['periodSeconds'] + probe['failureThreshold'] * max(probe['periodSeconds'], probe['timeoutSeconds'])
+  assert seconds <= leases.LIFETIME
+
+
 def test_probes_and_metrics_are_routes_and_need_what_they_are_sent():
   source = (tiny.REPOSITORY / 'sdpo_jax' / 'serving' / 'web' / 'app.py').read_text()
   [endpoint] = one('PodMonitoring')['spec']['endpoints']
@@ -210,7 +218,9 @@ class Replica(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self):
     said = json.dumps({'port': self.server.server_port, 'host': self.headers['Host'], 'path': self.path}).encode()
-    self.send_response(200)
+    self.send_response(503 if self.path == '/fails' else 200)
+    self.send_header('Retry-After', '7')
+    self.send_header('Connection', 'close' if self.path == '/fails' else 'keep-alive')
     self.send_header('Content-Length', str(len(said)))
     self.end_headers()
     self.wfile.write(said)
@@ -247,7 +257,7 @@ def balancer(tmp_path):
   try:
     subprocess.run(command, check=True)  # It is listening when this returns.
     try:
-      yield listening
+      yield types.SimpleNamespace(port=listening, replicas=replicas)
     finally:
       subprocess.run([*command, '-s', 'stop'], check=True)
   finally:
@@ -255,9 +265,30 @@ def balancer(tmp_path):
       each.shutdown(), each.server_close(), thread.join()
 
 
+def test_that_a_replica_fails_and_that_there_is_none_are_said_as_the_service_says_it(balancer):
+  def ask(method, path):
+    connection = http.client.HTTPConnection('127.0.0.1', balancer.port, timeout=30)
+    connection.request(method, path, '{}' if method == 'POST' else None, {'Host': 'sdpo.example.com'})
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    return answer.status, answer.headers.get_all('Retry-After'), answer.headers['Content-Type'], content
+
+  status, wait, _, content = ask('GET', '/fails')
+  assert (status, wait, content['path']) == (503, ['7'], '/fails')
+  for each in balancer.replicas:
+    each.shutdown(), each.server_close()
+  for method in ('GET', 'POST'):
+    status, wait, kind, content = ask(method, '/v1/models')
+    assert (status, wait, kind) == (503, ['1'], 'application/json')
+    for path in ('/v1/continual/adapters', '/v1/models'):
+      said = error_responses.failure(NotReady('', retry_after=1.0), path, '').body
+      assert content['error'] == content['error'] | said['error'] | {'message': content['error']['message']}
+
+
 def test_requests_for_an_adapter_go_to_one_replica(balancer):
   def ask(path, **headers):
-    connection = http.client.HTTPConnection('127.0.0.1', balancer, timeout=30)
+    connection = http.client.HTTPConnection('127.0.0.1', balancer.port, timeout=30)
     connection.request('GET', path, headers={'Host': 'sdpo.example.com'} | headers)
     answer = connection.getresponse()
     content = answer.read()

@@ -4,6 +4,7 @@ at all.
 
 import dataclasses
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -14,7 +15,15 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine
-from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
+from sdpo_jax.serving.errors import (
+  Cancelled,
+  Deadline,
+  InvalidRequest,
+  NotFound,
+  NotHolder,
+  ServiceError,
+  VersionConflict,
+)
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import engine_name, optimizer_name
@@ -602,6 +611,22 @@ def test_an_adapter_that_has_moved_on_is_not_changed(ada):
   assert conflict.value.current == 1
   with pytest.raises(VersionConflict):
     feedback.learn(ada, adapter.id, 5, ask(ada, Item(sample_id=drawn.id)))
+
+
+def test_a_batch_asks_elsewhere_for_several_adapters_at_once_and_for_each_in_order(ada, monkeypatch):
+  holder, both, asked = NotHolder('http://other'), threading.Barrier(2, timeout=30), []
+  monkeypatch.setattr(feedback, 'learn', lambda *_, **__: (_ for _ in ()).throw(holder))
+
+  def forward(index, error):
+    assert error is holder
+    both.wait()
+    asked.append(index)
+    return -index
+
+  entries = [FeedbackEntry(adapter, None) for adapter in ('a', 'b', 'a', 'b')]
+  assert feedback.run_batch(ada, entries, forward) == [0, -1, -2, -3]
+  assert asked.index(0) < asked.index(2) and asked.index(1) < asked.index(3)
+  assert feedback.run_batch(ada, entries[:1]) == [holder]
 
 
 def test_a_batch_is_a_transaction_for_each(ada):

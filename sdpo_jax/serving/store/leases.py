@@ -116,7 +116,7 @@ class Leases:
         if holder == self.replica:
           return before
         if url is not None:
-          raise NotHolder(url)
+          raise NotHolder(url, holder)
         # At least the time, since epochs in HEAD outlive a database that was lost.
         [(epoch,)] = rows.execute(
           f'INSERT INTO leases (adapter, replica, epoch) VALUES (?, ?, ({_NOW} * 1e6)::bigint) '
@@ -165,8 +165,8 @@ class Leases:
       raise NotHolder('')
 
   def lives(self, replica: str) -> bool:
-    """Return whether another replica, named by its id or its URL, has renewed its leases."""
-    return bool(self._database.read(f'SELECT 1 FROM replicas WHERE ? IN (id, url) AND expires > {_NOW}', (replica,)))
+    """Return whether the replica of an id has renewed its leases."""
+    return bool(self._database.read(f'SELECT 1 FROM replicas WHERE id = ? AND expires > {_NOW}', (replica,)))
 
   def unfinished(self, owner: str | None) -> list[str]:
     """Return the ids of adapters of an owner (None: of all) with a change whose outcome no living replica knows."""

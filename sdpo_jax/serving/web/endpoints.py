@@ -5,7 +5,7 @@ Most handlers are plain functions that run in the thread pool, on validated inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import re
@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from sdpo_jax.files import as_json
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.errors import InvalidRequest, NotHolder
 from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent, stream
 
@@ -100,7 +100,7 @@ class Incoming:
   last_event: int | None  # The header Last-Event-ID.
   metrics: Metrics
   # Posts to another replica in the name of the client, see `Forwarding.post`.
-  post_to_replica: Callable[[str, str, bytes, Mapping[str, str]], tuple[int, Any]]
+  post_to_replica: Callable[[NotHolder, str, bytes, Mapping[str, Sequence[str]]], tuple[int, Any]]
 
   def number(self, name: str) -> int | None:
     """Return an integer parameter of the query; None: it is absent.
@@ -119,6 +119,7 @@ class Reply:
   body: Any  # As JSON, or bytes.
   content_type: str = JSON
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  kept: bool = True  # Whether a repeat of the request gets it, too, and does not run again.
 
 
 def whole(text: str, name: str) -> int:
@@ -163,6 +164,7 @@ def route(
     if drawn is not None and body.stream:
       return drawn(asked)
     reply = function(asked)
+    state.kept = reply.kept
     headers = {**known.headers_of(reply.body), **reply.headers}
     sent = reply.body if isinstance(reply.body, bytes) else as_json(reply.body)
     return Response(sent, known.status, headers, reply.content_type)

@@ -33,7 +33,7 @@ from sdpo_jax.rollout.fair_queue import Payer
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import TOKENS, Allowances
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.capacity import Capacity
+from sdpo_jax.serving.capacity import Capacity, FairSemaphore
 from sdpo_jax.serving.errors import (
   Busy,
   Deadline,
@@ -175,7 +175,8 @@ class Gate:
     self._reading = capacity(2 * http.max_requests, of='bodies that arrive')
     self._bytes = capacity(int(http.max_bodies_mb * 2**20), of='bytes of bodies in memory (serve.http.max_bodies_mb)')
     self._endless: set[Call] = set()
-    self._forwarding = Forwarding(lambda url: lifetime.service().store.leases.lives(url))
+    places = FairSemaphore(http.max_requests, shared=shared, per_key=per_key)
+    self._forwarding = Forwarding(lambda replica: lifetime.present.store.leases.lives(replica), places)
     self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
@@ -191,7 +192,8 @@ class Gate:
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
-    request = GateRequest(secrets.token_hex(8), scope['method'], scope['path'], headers)
+    given = re.fullmatch('[0-9a-f]{16}', headers.get(MARK, [''])[0])  # The id of the request, if it was forwarded.
+    request = GateRequest(given[0] if given else secrets.token_hex(8), scope['method'], scope['path'], headers)
     common = [*_SAFE_HEADERS, (b'x-request-id', request.id.encode()), *self._origins.headers(request)]
     answer = GateResponse(send, common, self._settings.http.read_timeout_s, _LOGGED_BODY if self._log.bodies else 0)
     began = time.monotonic()
@@ -278,6 +280,7 @@ class Gate:
         'metrics': self._metrics,
         'request_id': request.id,
         'idempotency': None,
+        'kept': True,
         'post_to_replica': functools.partial(self._forwarding.post, asyncio.get_running_loop(), request, call),
       }
       if operation.token:  # Before a stored response is returned.
@@ -359,7 +362,7 @@ class Gate:
         raise
       account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.
       answer.held = None
-      await handle(functools.partial(self._forwarding, error.url, request, account.call), None)
+      await handle(functools.partial(self._forwarding, error, request, account.call), None)
 
   async def _handle(
     self,
@@ -398,12 +401,14 @@ class Gate:
     try:
       await app(scope, replay, answer)
       if idempotent is not None:
-        if answer.status < 400 and answer.complete:
-          done, idempotent = idempotent, None
-          try:
-            await run_in_threadpool(account.service.store.finish, done, answer.status, answer.held_body)
-          except ServiceError as error:  # The request has succeeded; the response to a repeat is rebuilt.
-            self._log.error(error, request.id)
+        end = functools.partial(account.service.store.abandon, idempotent)
+        if answer.status < 400 and answer.complete and scope['state']['kept']:
+          end = functools.partial(account.service.store.finish, idempotent, answer.status, answer.held_body)
+        idempotent = None
+        try:
+          await run_in_threadpool(end)  # Before the client has the answer, and may send the request again.
+        except ServiceError as error:  # The request has succeeded; the response to a repeat is rebuilt.
+          self._log.error(error, request.id)
         await answer.release()
     finally:
       self._endless.discard(call)

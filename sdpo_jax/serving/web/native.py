@@ -255,32 +255,36 @@ def feedback_batch(asked: Incoming) -> Reply:
     results = list(_learned(asked, dict(enumerate(entries))).values())
   else:
     results = _batch_once(asked, asked.idempotency, entries)
-  return Reply({'results': [_result(done) for done in results]})
+  said = [_result(done) for done in results]
+  return Reply({'results': said}, kept=not any('error' in each for each in said))  # As alone: errors are not kept.
 
 
 def _learned(asked: Incoming, entries: Mapping[int, feedbacks.FeedbackEntry]) -> dict[int, Any]:
   """Return the results of entries of a batch, by their numbers; other replicas learn what they hold."""
-  results = dict(zip(entries, feedbacks.run_batch(asked.account, list(entries.values())), strict=True))
-  for number, done in results.items():
-    if isinstance(done, NotHolder) and done.url:
-      try:
-        results[number] = _learned_by_holder(asked, done.url, number, entries[number])
-      except ServiceError as error:  # Of this entry alone.
-        results[number] = error
-    elif not isinstance(done, Exception):
+  numbers, given = list(entries), list(entries.values())
+
+  def forward(index: int, holder: NotHolder) -> _OfHolder | ServiceError:
+    try:
+      return _learned_by_holder(asked, holder, numbers[index], given[index]) if holder.url else holder
+    except ServiceError as error:  # Of this entry alone.
+      return error
+
+  results = dict(zip(numbers, feedbacks.run_batch(asked.account, given, forward), strict=True))
+  for done in results.values():
+    if not isinstance(done, (Exception, _OfHolder)):
       asked.metrics.feedback(outcome(done))
   return results
 
 
-def _learned_by_holder(asked: Incoming, url: str, number: int, entry: feedbacks.FeedbackEntry) -> Any:
+def _learned_by_holder(asked: Incoming, holder: NotHolder, number: int, entry: feedbacks.FeedbackEntry) -> _OfHolder:
   """Let another replica learn from an entry of a batch; return its result or its error, as JSON."""
   body = asked.body.entries[number].model_dump_json(exclude_unset=True, exclude={'adapter', 'if_match'})
-  more = {} if entry.expected is None else {'if-match': f'"{entry.expected}"'}
+  headers = {'idempotency-key': [], 'if-match': [] if entry.expected is None else [f'"{entry.expected}"']}
   part = entry.idempotency
   if part is not None:  # It runs there under the same name, so that a repeat of the batch finds its answer anywhere.
     asked.account.service.store.abandon(part)
-    more['idempotency-key'] = forwarding.PART.format(part.id.key, part.id.body)
-  status, said = asked.post_to_replica(url, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), more)
+    headers['idempotency-key'] = [forwarding.PART.format(part.id.key, part.id.body)]
+  status, said = asked.post_to_replica(holder, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), headers)
   return _OfHolder(said if status == 200 else {'status': status, **said})
 
 
@@ -291,7 +295,7 @@ class _OfHolder(dict[str, Any]):
 def _batch_once(
   asked: Incoming, request: store.IdempotentRequest, entries: Sequence[feedbacks.FeedbackEntry]
 ) -> list[Any]:
-  """Return the results of a batch with an Idempotency-Key; each entry is learned only once."""
+  """Return the results of a batch with an Idempotency-Key; each entry is learned only once, and errors run again."""
   account, begun = asked.account, {}
   results: list[Any] = [None] * len(entries)
   try:
@@ -310,8 +314,9 @@ def _batch_once(
         part = begun.pop(index)
         account.service.store.finish(part, 200, as_json(done))
   finally:
-    for part in begun.values():
-      account.service.store.abandon(part)
+    with contextlib.ExitStack() as ended:  # Each of them, also if the database fails.
+      for part in begun.values():
+        ended.callback(account.service.store.abandon, part)
   return results
 
 

@@ -411,6 +411,9 @@ def test_answers_are_not_kept_by_browsers_and_have_an_id(world):
   response = world.client().get('/v1/continual/whoami')
   assert response.headers['cache-control'] == 'no-store' and response.headers['x-content-type-options'] == 'nosniff'
   assert world.lines()[-1]['request'] == response.headers['x-request-id']
+  for given, kept in (('00112233445566ff', True), ('1', False), ('00112233445566ff\u00e9', False)):
+    response = world.client(**{gate.MARK: given.encode('latin-1')}).get('/v1/continual/whoami')
+    assert (response.headers['x-request-id'] == given) == kept == (world.lines()[-1]['request'] == given)
 
 
 def test_the_log_has_neither_keys_nor_bodies_nor_queries(keyed):

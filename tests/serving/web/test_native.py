@@ -23,9 +23,10 @@ from starlette.testclient import TestClient
 
 from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Deadline
+from sdpo_jax.serving.errors import Deadline, StorageFailed
 from sdpo_jax.serving.sidecar import FAILURES, Sidecar
 from sdpo_jax.serving.store import blobs
 from sdpo_jax.serving.web import gate, packed
@@ -418,6 +419,39 @@ def test_a_batch_with_a_key_is_learned_once_also_where_its_answer_was_lost(world
   world.ada.delete(at['once-a'])  # With it the answer of the whole.
   assert database.request('ada', key) is None and database.request('ada', f'{key}/1') is not None
   assert code(world.ada.post(f'{ROOT}/feedback/batch', **asked)) == (404, 'not_found')
+
+
+@pytest.mark.parametrize('database', ['answers', 'fails'])
+def test_entries_that_failed_run_again_with_a_repeated_batch(world, monkeypatch, database):
+  names = [f'{name}-{database}' for name in ('learned', 'failed', 'failed-too')]
+  at = [create(world.ada, name) for name in names]
+  entries = [{'adapter': name, 'items': [{'prompt_tokens': [1], 'tokens': [2], 'feedback': 'No.'}]} for name in names]
+  refused, learn, released = entries[0] | {'if_match': 7}, feedback.learn, gate.GateResponse.release
+  asked = {'json': {'entries': [*entries, refused]}, 'headers': {'Idempotency-Key': f'mended-{database}'}}
+
+  def fail(*given, **more):
+    raise StorageFailed('No.')
+
+  async def release(answer):
+    assert not world.service.store._under_way  # noqa: SLF001 (Or a repeat that comes at once would be refused.)
+    await released(answer)
+
+  monkeypatch.setattr(gate.GateResponse, 'release', release)
+  with monkeypatch.context() as broken:
+    broken.setattr(
+      feedback, 'learn', lambda account, id, *a, **b: (learn if id in at[0] else fail)(account, id, *a, **b)
+    )
+    if database == 'fails':
+      broken.setattr(world.service.store, '_drop', fail)
+    first = world.ada.post(f'{ROOT}/feedback/batch', **asked)
+  again, last = (world.ada.post(f'{ROOT}/feedback/batch', **asked).json()['results'] for _ in range(2))
+  if database == 'fails':
+    assert code(first) == (503, 'storage_failed')
+  else:
+    assert [each.get('status') for each in first.json()['results']] == [None, 503, 503, 412]
+    assert [again[0], again[3]] == [first.json()['results'][index] for index in (0, 3)]
+  assert [each.get('version_after') for each in again] == [1, 1, 1, None] and again == last
+  assert [world.ada.get(each).json()['version'] for each in at] == [1, 1, 1]
 
 
 def test_a_version_travels_as_peft_files(world):
