@@ -119,7 +119,7 @@ class Forwarding:
             yield answer
         finally:
           watcher.cancel()
-    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError, json.JSONDecodeError) as error:  # Not a replica's.
       raise NotHolder('') from error
 
   async def _watch(self, replica: str, patience: asyncio.Timeout) -> None:

@@ -66,3 +66,8 @@ def test_what_is_posted_beyond_its_places_waits(loop):
     leave.set()
     assert [each.result() for each in posted] == [(200, {'found': 1}), (200, {'found': 2})]
     assert server.most_at_once == 1
+
+
+def test_an_answer_that_no_replica_sends_is_none(loop):
+  with Server(lambda body: Answer(b'<html>')) as server, pytest.raises(NotHolder):
+    post(loop, Forwarding(lambda replica: True, FairSemaphore(1)), server.url, b'1')
