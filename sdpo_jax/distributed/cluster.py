@@ -379,7 +379,8 @@ class Hub(_Member):
     if self._refused:
       self.tell(self._refused, EXIT_BAD_INPUT)
       raise UserError(self._refused)
-    service = _free_port()
+    with socket.create_server(('', 0)) as server:
+      service = server.getsockname()[1]  # A free port.
     for spoke in self._spokes.values():
       spoke.send(joined={str(index): name for index, name in self.hosts.items()}, service=service)
     for index, spoke in self._spokes.items():
@@ -602,11 +603,6 @@ def _relay(target: tuple[str, int]) -> int:
 
   threading.Thread(target=serve, daemon=True).start()
   return server.getsockname()[1]
-
-
-def _free_port() -> int:
-  with socket.create_server(('', 0)) as server:
-    return server.getsockname()[1]
 
 
 def _split(address: str) -> tuple[str, int]:
