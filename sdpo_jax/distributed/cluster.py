@@ -218,6 +218,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     waiting += [link.__cause__, link.__context__, *(link.exceptions if isinstance(link, BaseExceptionGroup) else ())]
 
 
+def leave(sentence: str, code: int) -> NoReturn:
+  """End this process at once, whatever its other threads are doing, after saying why."""
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+    print(f'\n{sentence}', file=sys.stderr, flush=True)
+  os._exit(code)
+
+
 class _Connection:
   """Lines of JSON over a socket; `receive` raises TimeoutError if the other end was silent for `timeout`."""
 
@@ -316,10 +324,7 @@ class _Member:
     self._ending.acquire()
     if told is not None:
       self.tell(told, code, but)
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
-      print(f'\n{sentence}', file=sys.stderr, flush=True)
-    os._exit(code)
+    leave(sentence, code)
 
   def fail(self, code: int, sentence: str) -> NoReturn:
     self.end(sentence, code, told=f'{_capital(self.called(self.place.index))} ended: {sentence}')
