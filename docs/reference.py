@@ -14,7 +14,6 @@ from typing import Any
 from absl import flags
 
 import sdpo_jax
-from sdpo_jax import interface
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import settings
 from sdpo_jax.config.help import values_of
@@ -80,7 +79,7 @@ def command_part(name: str) -> str:
 def interface_page() -> str:
   """Return the signature and the docstring of everything that `sdpo_jax` offers."""
   parts = [f'# Python interface\n\n{MADE} [The guide](../python.md) shows how it is used.\n']
-  for name in sorted(interface.__all__):
+  for name in sorted({*sdpo_jax.__all__} - {'UserError'}):
     offered = getattr(sdpo_jax, name)
     if name == 'Config':
       parts.append('## sdpo_jax.Config\n\nAll settings of a run, as attributes: see [settings](settings.md).\n')

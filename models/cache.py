@@ -175,25 +175,18 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
   return KVCache(lax.fori_loop(0, source.shape[0], move, cache.stores), cache.lengths[source])
 
 
-def lengthened(cache: KVCache, length: int) -> KVCache:
-  """Return the cache padded with empty slots to `length` slots."""
+def with_slots(cache: KVCache, length: int) -> KVCache:
+  """Return the cache with `length` slots in every row: padded with empty ones, or cut; no row may hold more."""
   more = length - slots(cache)
 
-  def pad(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
+  def fit(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
+    if more < 0:
+      return lax.slice_in_dim(store, 0, length, axis=axis)
     width = [(0, 0)] * store.ndim
     width[axis] = (0, more)
     return jnp.pad(store, width)
 
-  return cache.replace(stores=_by_slots(pad, cache.stores, cache.stores)) if more else cache
-
-
-def shortened(cache: KVCache, length: int) -> KVCache:
-  """Return the cache with only the first `length` slots of every row; no row may hold more."""
-
-  def cut(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
-    return lax.slice_in_dim(store, 0, length, axis=axis)
-
-  return cache.replace(stores=_by_slots(cut, cache.stores, cache.stores)) if length < slots(cache) else cache
+  return cache.replace(stores=_by_slots(fit, cache.stores, cache.stores)) if more else cache
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:

@@ -29,7 +29,7 @@ def held(path: pathlib.Path, busy: Callable[[], None]) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
       _lock(descriptor, busy)
-      if not _is_at(descriptor, path):  # The previous holder has just removed it.
+      if not is_at(descriptor, path):  # The previous holder has just removed it.
         continue
       try:
         yield
@@ -52,7 +52,8 @@ def _lock(descriptor: int, busy: Callable[[], None]) -> None:
       raise
 
 
-def _is_at(descriptor: int, path: pathlib.Path) -> bool:
+def is_at(descriptor: int, path: os.PathLike) -> bool:
+  """Return whether an open file is still the one at a path."""
   try:
     return os.path.samestat(os.fstat(descriptor), os.lstat(path))
   except FileNotFoundError:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from flax.traverse_util import flatten_dict, unflatten_dict
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,15 +156,8 @@ def select(table: Table, tree: Tree) -> Tree:
 
 def held(table: Table, tree: Tree) -> Table:
   """Return those parameters of the table that a nested dict holds."""
-  return tuple(parameter for parameter in table if _holds(tree, parameter.path))
-
-
-def _holds(tree: Tree, path: Path) -> bool:
-  for key in path:
-    if not isinstance(tree, dict) or key not in tree:
-      return False
-    tree = tree[key]
-  return True
+  paths = flatten_dict(tree).keys()
+  return tuple(parameter for parameter in table if parameter.path in paths)
 
 
 def get(tree: Tree, path: Path) -> Any:
@@ -173,22 +167,18 @@ def get(tree: Tree, path: Path) -> Any:
   return tree
 
 
-def merge(base: Tree, trainable: Tree) -> Tree:
-  """Return the nested dict with the leaves of both trees.
+def merge(base: Tree, trainable: Tree, path: tuple[Any, ...] = ()) -> Tree:
+  """Return the nested dict with the leaves of both trees, which belong at `path`.
 
   Raises:
     ValueError: both trees have a leaf at a path, or one a leaf and the other a dict; the message names the path.
   """
-  return _merge(base, trainable, ())
-
-
-def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
   merged = dict(base)
   for key, node in trainable.items():
     if key not in base:
       merged[key] = node
     elif isinstance(base[key], dict) and isinstance(node, dict):
-      merged[key] = _merge(base[key], node, (*path, key))
+      merged[key] = merge(base[key], node, (*path, key))
     else:
       name = '.'.join(map(str, (*path, key)))
       raise ValueError(f'Base and trainable parameters both hold {name}, but each belongs to one of the trees.')
@@ -197,13 +187,7 @@ def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
   """Return the nested dict with the given (path, leaf) pairs."""
-  tree: Tree = {}
-  for path, leaf in leaves:
-    node = tree
-    for key in path[:-1]:
-      node = node.setdefault(key, {})
-    node[path[-1]] = leaf
-  return tree
+  return unflatten_dict(dict(leaves))
 
 
 def map_table(function: Callable[[Parameter], Any], table: Table) -> Tree:

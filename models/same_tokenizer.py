@@ -6,8 +6,24 @@ import json
 import os
 from typing import Any
 
-from sdpo_jax.models import identity, tokenizer
+from sdpo_jax.errors import UserError
+from sdpo_jax.models import identity, model_files, tokenizer
 from sdpo_jax.models.control_tokens import Tokenizer
+
+
+def check_teacher(student: str, teacher: str, setting: str) -> None:
+  """Check that a model, or a tokenizer alone, that a setting names reads the student's token ids.
+
+  Raises:
+    UserError: a tokenizer is missing or damaged, or they differ.
+  """
+  model_files.resolve(teacher, weights=False, setting=setting)
+  found = difference(student, teacher)
+  if found is not None:
+    raise UserError(
+      f'{setting}={teacher} cannot teach {student}, since their tokenizers differ: {found}; use a teacher with the '
+      'same tokenizer, such as another size of the same family.'
+    )
 
 
 def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:

@@ -9,7 +9,7 @@ import importlib
 import os
 
 __version__ = '0.1.0'
-_INTERFACE = 'Callback Config Result Step evaluate export generator load_config read_metrics steps train'.split()
+__all__ = 'Callback Config Result Step UserError evaluate export generator load_config read_metrics steps train'.split()
 
 if not os.path.isdir(f'{__path__[0]}/models'):  # In a checkout models, launch and configs lie beside this package.
   __path__.append(os.path.dirname(__path__[0]))
@@ -19,11 +19,11 @@ os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advi
 
 
 def __getattr__(name: str) -> object:
-  if name in ('UserError', *_INTERFACE):
+  if name in __all__:
     module = 'errors' if name == 'UserError' else 'interface'
     return getattr(importlib.import_module(f'sdpo_jax.{module}'), name)
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 def __dir__() -> list[str]:
-  return sorted([*globals(), 'UserError', *_INTERFACE])
+  return sorted({*globals(), *__all__})

@@ -94,6 +94,15 @@ def read_text(path: epath.PathLike, way_out: str) -> str:
     raise UserError(f'{path} is not UTF-8 text (byte {error.start}: {error.reason}): {way_out}.') from error
 
 
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+  """Return the JSON object in a text; None if it holds none."""
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
 def read_json_object(path: epath.PathLike, way_out: str) -> dict[str, Any]:
   """Return the JSON object in a file written by a run; arguments and errors as in `read_text`, or it holds none."""
   text = read_text(path, way_out)

@@ -476,18 +476,3 @@ def _graded_by(config: Config, grader: Any) -> Generator[None]:
         ) from error
     config.data.environment = ','.join(texts)
     yield
-
-
-__all__ = (
-  'Callback',
-  'Config',
-  'Result',
-  'Step',
-  'evaluate',
-  'export',
-  'generator',
-  'load_config',
-  'read_metrics',
-  'steps',
-  'train',
-)

@@ -293,11 +293,9 @@ def _alpha(target: lora.Target, layer: int, use_rslora: bool) -> float:
   return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
-def same_names(table: Table) -> dict[lora.Module, str]:
-  """Return the names in transformers of the matrices of the layers."""
-  return {module: known[-1] for module, known in lora.names(table).items()}
+def same_names(table: Table, prefix: str = 'model.') -> dict[lora.Module, str]:
+  """Return the names in transformers of the matrices of the layers.
 
-
-def respelled(modules: Mapping[lora.Module, str], prefix: str) -> dict[lora.Module, str]:
-  """Return module names with `prefix` instead of 'model.', for models whose text model is part of a larger one."""
-  return {module: prefix + name.removeprefix('model.') for module, name in modules.items()}
+  They begin with `prefix` instead of 'model.', for models whose text model is part of a larger one.
+  """
+  return {module: prefix + known[-1].removeprefix('model.') for module, known in lora.names(table).items()}

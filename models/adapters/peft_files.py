@@ -149,7 +149,7 @@ def _opened(
   config = read_config(root)
   with TensorFile(root / WEIGHTS) as file:
     names = {name: _known(name, known_name) for name in file.tensors}
-    modules = peft_config.respelled(peft_config.same_names(table), _prefix(names))
+    modules = peft_config.same_names(table, _prefix(names))
     adapter = peft_config.adapter_of(config, table, modules)
     rows = lora.factors(adapter.extended(table, 'float32'))
     expected = {row.huggingface_name(layer): row for row, layer in held(adapter, rows)}
@@ -298,7 +298,7 @@ class AdapterBase:
   @functools.cached_property
   def config(self) -> Mapping[str, Any]:
     """The contents of adapter_config.json."""
-    modules = peft_config.respelled(peft_config.same_names(self.table), self.prefix)
+    modules = peft_config.same_names(self.table, self.prefix)
     whole = self.prefix == 'model.'
     return peft_config.contents(self.adapter, modules, whole=whole, use_rslora=self.use_rslora, base=self.name)
 

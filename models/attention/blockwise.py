@@ -195,8 +195,13 @@ def _seen(
 
 def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
   """Return an einsum accumulated in float32, whose operands have their group and query axes joined (`_flatten`)."""
+  return product(formula, _flatten(left), _flatten(right))
+
+
+def product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
+  """Return a product accumulated in float32."""
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  return jnp.einsum(formula, _flatten(left), _flatten(right), precision=precision, preferred_element_type=jnp.float32)
+  return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _flatten(array: jax.Array) -> jax.Array:

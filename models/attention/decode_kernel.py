@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from sdpo_jax.models.attention.blockwise import MASKED
+from sdpo_jax.models.attention.blockwise import MASKED, product
 from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
 from sdpo_jax.models.cache import Stores
 
@@ -141,8 +141,6 @@ def _shared(matrix, count, prefix, first):
   """
   batch, kv_heads, queries, head_dim = matrix.shape
   real = matrix[:, :, :count].swapaxes(0, 1).reshape(kv_heads, batch * count, head_dim)
-  precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
-  product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
   scores = product('kqd,kpd->kqp', real, prefix.key.astype(matrix.dtype))
   seen = True if first is None else lax.broadcasted_iota(jnp.int32, scores.shape, 2) >= first
   top = jnp.max(jnp.where(seen, scores, MASKED), axis=-1, keepdims=True)

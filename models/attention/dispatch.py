@@ -286,13 +286,11 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
   batch, length, heads, head_dim = query.shape
   kv_heads = parts[0][0].keys.shape[1]
   group = heads // kv_heads
-  precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
 
   # All queries of a row and key head form one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
     formula = 'bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn'
-    right = right.astype(left.dtype)
-    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)
+    return blockwise.product(formula, left, right.astype(left.dtype))
 
   # The scale of an int8 key is a factor of its score, and that of a value a factor of its weight.
   def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:

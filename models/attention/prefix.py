@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from sdpo_jax.models.attention.blockwise import MASKED
+from sdpo_jax.models.attention.blockwise import MASKED, product
 
 # (output [B, S, H, head_dim], log-normaliser [B, S, H] float32) of a softmax over some keys.
 SoftmaxPart = tuple[jax.Array, jax.Array]
@@ -87,11 +87,11 @@ def _attention(chunk, residuals, query, key, value, first, filled):
 
 def _forward(chunk, residuals, query, key, value, first, filled):
   def tile(query, first):
-    scores = _seen(_product('kqd,kpd->kqp', query, key), first, filled, MASKED)
+    scores = _seen(product('kqd,kpd->kqp', query, key), first, filled, MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = _product('kqp,kpd->kqd', weights.astype(value.dtype), value) / total
+    mixed = product('kqp,kpd->kqd', weights.astype(value.dtype), value) / total
     return mixed.astype(query.dtype), (top + jnp.log(total))[..., 0]
 
   done = _by_chunks(lambda nothing, part: (nothing, tile(*part)), None, chunk, query, first)[1]
@@ -104,15 +104,15 @@ def _backward(chunk, residuals, kept, gradients):
   query, key, value, first, filled, mixed, normaliser = kept
 
   def tile(query, first, mixed, normaliser, gradient, to_normaliser):
-    weights = _seen(jnp.exp(_product('kqd,kpd->kqp', query, key) - normaliser[..., None]), first, filled, 0.0)
-    towards = _product('kqd,kpd->kqp', gradient, value)
+    weights = _seen(jnp.exp(product('kqd,kpd->kqp', query, key) - normaliser[..., None]), first, filled, 0.0)
+    towards = product('kqd,kpd->kqp', gradient, value)
     mean = jnp.sum(mixed.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
     to_scores = (weights * (towards - (mean - to_normaliser)[..., None])).astype(query.dtype)
-    to_query = _product('kqp,kpd->kqd', to_scores, key).astype(query.dtype)
+    to_query = product('kqp,kpd->kqd', to_scores, key).astype(query.dtype)
     return (
       to_query,
-      _product('kqp,kqd->kpd', to_scores, query),
-      _product('kqp,kqd->kpd', weights.astype(value.dtype), gradient),
+      product('kqp,kqd->kpd', to_scores, query),
+      product('kqp,kqd->kpd', weights.astype(value.dtype), gradient),
     )
 
   def step(sums, part):
@@ -144,9 +144,3 @@ def _by_chunks(
   parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0), arrays)
   carry, out = lax.scan(step, carry, parts)
   return carry, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:]), out)
-
-
-def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  """Return a product accumulated in float32."""
-  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)

@@ -36,10 +36,6 @@ class Source:
 _SCIKNOWEVAL_SIZES = {'biology': (450, 50), 'chemistry': (1890, 210), 'material': (841, 94), 'physics': (720, 80)}
 
 
-def _sciknoweval_sizes(options: ConversionOptions) -> Mapping[str, int]:
-  return dict(zip(('train', 'test'), _SCIKNOWEVAL_SIZES[options.domain], strict=True))
-
-
 def _livecodebench_sizes(options: ConversionOptions) -> Mapping[str, int]:
   window = (options.since, options.until)
   return {'train': 131, 'test': 131} if window == (ConversionOptions.since, ConversionOptions.until) else {}
@@ -59,7 +55,7 @@ SOURCES: dict[str, Source] = {
     parts={'test': 'hf:hicai-zju/SciKnowEval?split=test'},
     convert=sciknoweval.convert,
     licence='MIT, as its data set card says',
-    sizes=_sciknoweval_sizes,
+    sizes=lambda options: dict(zip(('train', 'test'), _SCIKNOWEVAL_SIZES[options.domain], strict=True)),
   ),
   'tooluse': Source(
     parts={tooluse.TRAIN: None, tooluse.TEST: None},

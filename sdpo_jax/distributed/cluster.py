@@ -218,6 +218,14 @@ def chain(error: BaseException) -> Iterator[BaseException]:
     waiting += [link.__cause__, link.__context__, *(link.exceptions if isinstance(link, BaseExceptionGroup) else ())]
 
 
+def leave(sentence: str, code: int) -> NoReturn:
+  """End this process at once, whatever its other threads are doing, after saying why."""
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+    print(f'\n{sentence}', file=sys.stderr, flush=True)
+  os._exit(code)
+
+
 class _Connection:
   """Lines of JSON over a socket; `receive` raises TimeoutError if the other end was silent for `timeout`."""
 
@@ -316,10 +324,7 @@ class _Member:
     self._ending.acquire()
     if told is not None:
       self.tell(told, code, but)
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
-      print(f'\n{sentence}', file=sys.stderr, flush=True)
-    os._exit(code)
+    leave(sentence, code)
 
   def fail(self, code: int, sentence: str) -> NoReturn:
     self.end(sentence, code, told=f'{_capital(self.called(self.place.index))} ended: {sentence}')
@@ -379,7 +384,8 @@ class Hub(_Member):
     if self._refused:
       self.tell(self._refused, EXIT_BAD_INPUT)
       raise UserError(self._refused)
-    service = _free_port()
+    with socket.create_server(('', 0)) as server:
+      service = server.getsockname()[1]  # A free port.
     for spoke in self._spokes.values():
       spoke.send(joined={str(index): name for index, name in self.hosts.items()}, service=service)
     for index, spoke in self._spokes.items():
@@ -602,11 +608,6 @@ def _relay(target: tuple[str, int]) -> int:
 
   threading.Thread(target=serve, daemon=True).start()
   return server.getsockname()[1]
-
-
-def _free_port() -> int:
-  with socket.create_server(('', 0)) as server:
-    return server.getsockname()[1]
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -9,7 +9,7 @@ runs beside the training process, with limits, and answers the requests that arr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import decimal
 import gc
 import json
@@ -46,22 +46,22 @@ def same_stdout_reference(actual: str, expected: str) -> bool:
 def same_stdout(actual: str, expected: str, tolerance: float = 0.0) -> bool:
   """Compare line by line, ignoring trailing space and blank last lines: equal text, or numbers within `tolerance`."""
   left, right = ([line.rstrip() for line in text.strip().split('\n')] for text in (actual, expected))
-  return len(left) == len(right) and all(
-    a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
-  )
+  return _all_same(_same_line, left, right, tolerance)
 
 
-def _same_words(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
-  return len(left) == len(right) and all(
-    a == b or _same_numbers(a, b, tolerance) for a, b in zip(left, right, strict=True)
-  )
+def _all_same(same: Callable[[Any, Any, float], bool], left: Sequence, right: Sequence, tolerance: float) -> bool:
+  return len(left) == len(right) and all(same(a, b, tolerance) for a, b in zip(left, right, strict=True))
 
 
-def _same_numbers(left: str, right: str, tolerance: float) -> bool:
+def _same_line(left: str, right: str, tolerance: float) -> bool:
+  return left == right or _all_same(_same_word, left.split(), right.split(), tolerance)
+
+
+def _same_word(left: str, right: str, tolerance: float) -> bool:
   try:
-    if tolerance:
+    if tolerance and left != right:
       return _close(float(left), float(right), tolerance)
-    return decimal.Decimal(left) == decimal.Decimal(right)
+    return left == right or decimal.Decimal(left) == decimal.Decimal(right)
   except (ValueError, decimal.InvalidOperation):
     return False
 
@@ -82,9 +82,7 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
     except OverflowError:  # An integer too large for a float.
       return actual == expected
   if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
-    return len(actual) == len(expected) and all(
-      same_value(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
-    )
+    return _all_same(same_value, actual, expected, tolerance)
   if isinstance(actual, dict) and isinstance(expected, dict):
     return actual.keys() == expected.keys() and all(
       same_value(value, expected[key], tolerance) for key, value in actual.items()

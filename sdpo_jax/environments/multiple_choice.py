@@ -69,7 +69,8 @@ def clean_stated(letters: str, example: Example, completion: str, truncated: boo
   pred = _tagged_letter(text)
   for pattern in _STATED:
     if not pred:
-      pred = next((letter for letter in reversed(_letters(pattern, text)) if letter in letters), '')
+      stated = [''.join(match.groups('')).upper() for match in pattern.finditer(text)]
+      pred = next((letter for letter in reversed(stated) if letter in letters), '')
   wanted = 'end with "The answer is X.", X being the letter of the right option.'
   return _judged(example, pred, truncated, wanted, reveal_answer)
 
@@ -78,10 +79,6 @@ def _tagged_letter(text: str) -> str:
   tagged = TAGGED.findall(text)
   letter = _LETTER.match(tagged[-1]) if tagged else None
   return letter.group(1).upper() if letter else ''
-
-
-def _letters(pattern: re.Pattern[str], text: str) -> list[str]:
-  return [''.join(match.groups('')).upper() for match in pattern.finditer(text)]
 
 
 def _judged(example: Example, pred: str, truncated: bool, wanted: str, reveal_answer: bool) -> Outcome:

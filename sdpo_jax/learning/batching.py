@@ -139,10 +139,10 @@ class GenerationBatch:
     """The number of completion tokens of each sample, [N] int."""
     return np.count_nonzero(self.rollouts.completion_mask, axis=1)
 
-  @property
+  @functools.cached_property
   def taught(self) -> np.ndarray:
     """Samples for which the teacher has extra context, [N] bool."""
-    return _taught(self, np.arange(len(self)))
+    return (self.distill_mask > 0).any(1)
 
   def scatter(self, samples: Sequence[Sequence[int]], values: np.ndarray, target: np.ndarray) -> None:
     """Write per-token values of rows to their samples' places.
@@ -161,11 +161,6 @@ class GenerationBatch:
         length = self.lengths[sample]
         target[sample, :length] = values[row, start : start + length]
         start += length
-
-
-def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
-  """Return for which of `samples` [M] the teacher has extra context, [M] bool."""
-  return (batch.distill_mask[samples] > 0).any(1)
 
 
 def coefficients(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec) -> dict[str, np.ndarray]:
@@ -379,7 +374,7 @@ def _sizes(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
   """Return the tokens that each sample takes in a student row, in a teacher row, and as targets: [M, 3]."""
   teacher = np.zeros(len(samples), np.int64)
   if batch.teacher_prompts is not None:
-    read = _taught(batch, samples)
+    read = batch.taught[samples]
     teacher[read] = [len(batch.teacher_prompts[i]) + batch.lengths[i] for i in samples[read]]
   student = [len(batch.prompts[i]) + batch.lengths[i] for i in samples]
   return np.stack([np.array(student, np.int64), teacher, batch.lengths[samples].astype(np.int64)], axis=1)
@@ -388,9 +383,7 @@ def _sizes(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
 def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Return the id of each sample's teacher prompt, and the tokens it takes ([M, 3] as in `_sizes`), for `pack`."""
   known: dict[tuple[int, ...] | int, int] = {}
-  prompts = [
-    tuple(batch.teacher_prompts[i]) if read else () for i, read in zip(samples, _taught(batch, samples), strict=True)
-  ]
+  prompts = [tuple(batch.teacher_prompts[i]) if batch.taught[i] else () for i in samples]
   # A sample without a teacher prompt shares nothing.
   keys = [known.setdefault(prompt or -place, len(known)) for place, prompt in enumerate(prompts)]
   shared = np.zeros((len(samples), 3), np.int64)
@@ -398,19 +391,14 @@ def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.nd
   return np.array(keys, np.int64), shared
 
 
-def _parts(batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[int], read: np.ndarray) -> packing.Parts:
-  """Return (prompt, completion) of each sample; the prompt is None where `read` [len(samples)] is false."""
+def _parts(batch: GenerationBatch, prompts: list[list[int]], read: np.ndarray, samples: Sequence[int]) -> packing.Parts:
+  """Return (prompt, completion) of each of some samples; the prompt is None where `read` [N] is false."""
   completions = batch.rollouts.completion_tokens
-  return [
-    (prompts[i] if is_read else None, completions[i, : batch.lengths[i]])
-    for i, is_read in zip(samples, read, strict=True)
-  ]
+  return [(prompts[i] if read[i] else None, completions[i, : batch.lengths[i]]) for i in samples]
 
 
 def _teacher_parts(batch: GenerationBatch, samples: Sequence[int]) -> packing.Parts:
-  # Only for these samples: this runs once per row, and the mask of the whole batch is [N, T].
-  read = _taught(batch, np.asarray(samples, np.int64))
-  return _parts(batch, batch.teacher_prompts, samples, read)
+  return _parts(batch, batch.teacher_prompts, batch.taught, samples)
 
 
 def _check_prompts(spec: BatchSpec, batch: GenerationBatch) -> None:
@@ -465,7 +453,7 @@ def _micro_batch(
   held = held + [[]] * (size - len(held))
   ids = [[int(samples[i]) for i in row] for row in held]
   targets = max(sum(int(lengths[i]) for i in row) for row in ids)
-  student = [_parts(batch, batch.prompts, row, np.ones(len(row), bool)) for row in ids]
+  student = [_parts(batch, batch.prompts, np.ones(len(batch), bool), row) for row in ids]
   teacher = [] if batch.teacher_prompts is None else [_teacher_parts(batch, row) for row in ids]
   prompt, reprompt, width = _lengths(
     batch,

@@ -13,7 +13,6 @@ import numpy as np
 
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.learning import batching, requests, signals, training_pool
-from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.requests import AdamW, Lesson, Task
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, mesh_of, on_devices
 from sdpo_jax.learning.signals import TeacherInputs
@@ -25,7 +24,7 @@ from sdpo_jax.objective import reported
 from sdpo_jax.objective.log_probs import Scores, scores
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
-from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.buckets import padded, smallest_bucket
 from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
 
 _AHEAD = 2  # Pieces of learning that may wait for the devices, so that these are never idle.

@@ -157,11 +157,3 @@ def _deal(
     used[row] += taken[row]
     holding[int(keys[item])].add(row)
   return rows
-
-
-def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
-  """Return tokens padded to T = room, [B, T] int32, and a mask of the tokens that are not padding, [B, T] bool."""
-  tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
-  for row, own in enumerate(rows):
-    tokens[row, : len(own)], mask[row, : len(own)] = own, True
-  return tokens, mask

@@ -14,12 +14,11 @@ import numpy as np
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
-from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.update import layout
 from sdpo_jax.models.forward import forward
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.log_probs import Scores, log_probs_of_ids, scores
-from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.buckets import padded, smallest_bucket
 from sdpo_jax.rollout.functions import Keep
 from sdpo_jax.types import TokenRows, Tree
 

@@ -339,7 +339,7 @@ def _count(loop: Instruction, frame: _Frame) -> int | None:
   (body,), (condition,) = loop.called('body'), loop.called('condition')
   inner = _Frame(computations[condition], frame, loop)
   compare, at = _through_fusions(inner, inner.computation.root)
-  if compare is None or compare.opcode != 'compare':
+  if compare.opcode != 'compare':
     return None
   direction = compare.attribute('direction')
   left, right = (_element(at, operand) for operand in compare.operands)
@@ -361,12 +361,10 @@ class _Constant:
   value: int
 
 
-def _through_fusions(frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
+def _through_fusions(frame: _Frame, name: str) -> tuple[Instruction, _Frame]:
   """Follow copies and fusions to the instruction that makes a value; return it with the frame of its operands."""
   while True:
-    instruction = frame.computation.instructions.get(name)
-    if instruction is None:
-      return None, frame
+    instruction = frame.computation.instructions[name]
     if instruction.opcode in ('copy', 'bitcast', 'convert', 'reshape'):
       name = instruction.operands[0]
     elif instruction.opcode == 'fusion':
@@ -381,14 +379,12 @@ def _through_fusions(frame: _Frame, name: str) -> tuple[Instruction | None, _Fra
 def _element(frame: _Frame, name: str) -> int | _Constant | None:
   """Return a value as a constant, or as an index into its computation's tuple parameter."""
   instruction, frame = _through_fusions(frame, name)
-  if instruction is None:
-    return None
   if instruction.opcode == 'constant':
     value = _literal(instruction)
     return None if value is None else _Constant(value)
   if instruction.opcode == 'get-tuple-element':
     source, _ = _through_fusions(frame, instruction.operands[0])
-    if source is not None and source.opcode == 'parameter':
+    if source.opcode == 'parameter':
       return int(instruction.attribute('index'))
   return None
 
@@ -401,7 +397,7 @@ def _literal(constant: Instruction) -> int | None:
 def _operand_element(frame: _Frame, loop: Instruction, index: int) -> str | None:
   """Return the name of the initial value of element `index` of a loop's tuple."""
   source, _ = _through_fusions(frame, loop.operands[0])
-  return source.operands[index] if source is not None and source.opcode == 'tuple' else None
+  return source.operands[index] if source.opcode == 'tuple' else None
 
 
 def _constant(frame: _Frame, name: str | None) -> int | None:
@@ -409,8 +405,6 @@ def _constant(frame: _Frame, name: str | None) -> int | None:
   if name is None:
     return None
   instruction, at = _through_fusions(frame, name)
-  if instruction is None:
-    return None
   if instruction.opcode == 'constant':
     return _literal(instruction)
   index = _element(at, instruction.name)
@@ -437,7 +431,7 @@ def _step(body: Computation, index: int) -> int | None:
     return None
   frame = _Frame(body)
   instruction, at = _through_fusions(frame, root.operands[index])
-  if instruction is None or instruction.opcode != 'add':
+  if instruction.opcode != 'add':
     return None
   values = [_element(at, operand) for operand in instruction.operands]
   constants = [value.value for value in values if isinstance(value, _Constant)]
@@ -482,7 +476,7 @@ def matmul_flops(trace: Trace) -> float:
 
 def _dot_flops(instruction: Instruction) -> int:
   left = instruction.read[0]
-  contracted = [int(axis) for axis in (instruction.attribute('lhs_contracting_dims') or '').split(',') if axis]
+  contracted = _numbers(instruction.attribute('lhs_contracting_dims') or '')
   return 2 * instruction.arrays[0].size * math.prod(left.shape[axis] for axis in contracted)
 
 
@@ -695,13 +689,13 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
 def replica_group(instruction: Instruction, devices: int) -> list[int]:
   """Return the partitions of a collective's first group with more than one member, in any notation."""
   text = instruction.attributes
-  pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text)
+  pairs = re.search(r'source_target_pairs=\{(\{.*?\})\}', text)
   if pairs:
-    moved = re.findall(r'\{(\d+),(\d+)\}', re.search(r'source_target_pairs=\{(.*?)\}\}', text).group(1) + '}')
+    moved = re.findall(r'\{(\d+),(\d+)\}', pairs.group(1))
     return next(([int(a), int(b)] for a, b in moved if a != b), [0])
   listed = re.search(r'replica_groups=\{(\{[\d,]*\})', text)
   if listed:
-    return [int(number) for number in listed.group(1).strip('{}').split(',') if number]
+    return _numbers(listed.group(1).strip('{}'))
   iota = re.search(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
   if iota:
     return _iota(*iota.groups()).reshape(_numbers(iota.group(1)))[0].tolist()

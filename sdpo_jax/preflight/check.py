@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import json
-import math
 
 from etils import epath
 import jax
@@ -167,8 +166,7 @@ def _graders(example: Example) -> frozenset[str]:
 def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: int) -> tuple[str, list[str]]:
   table = policy.parameter_table()
   device = mesh.devices.flat[0]
-  count = sum(math.prod(parameter.shape) for parameter in table)
-  learned = sum(math.prod(parameter.shape) for parameter in parameter_tables.trainable(table))
+  count, learned = map(parameter_tables.count, (table, parameter_tables.trainable(table)))
   axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
   found = memory.estimate(config, policy, mesh, document)
   room = memory.of_device(device)

@@ -66,14 +66,12 @@ def attempt(graders: Graders, examples: Sequence[Example]) -> list[GraderTrial]:
   """
   forms = [answers(example) for example in examples]
   asked = [(example, text) for example, texts in zip(examples, forms, strict=True) for text in ('', *texts)]
-  outcomes = graders.grade(
-    [example for example, _ in asked], [text for _, text in asked], truncated=[False] * len(asked)
+  outcomes = iter(
+    graders.grade([example for example, _ in asked], [text for _, text in asked], truncated=[False] * len(asked))
   )
-  trials, at = [], 0
+  trials = []
   for example, texts in zip(examples, forms, strict=True):
-    empty, *graded = outcomes[at : at + 1 + len(texts)]
-    at += 1 + len(texts)
-    pairs = zip(graded, texts, strict=True)
+    empty, pairs = next(outcomes), [(next(outcomes), text) for text in texts]
     best = max(pairs, key=lambda pair: -math.inf if pair[0].score is None else pair[0].score, default=(None, None))
     trials.append(GraderTrial(example, best[1], best[0], empty))
   return trials

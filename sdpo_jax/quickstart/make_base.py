@@ -29,6 +29,7 @@ from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.quickstart import small_tokenizer, supervised
 from sdpo_jax.quickstart.supervised import TinyRecipe
+from sdpo_jax.rollout.buckets import padded
 from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Example, Messages, Tree
 
@@ -200,17 +201,12 @@ def collate(lessons: list[DigitLesson], tokenizer: Any) -> Rows:
   prefixes = tokenizer([item.prefix for item in lessons], add_special_tokens=False)['input_ids']
   answers = tokenizer([item.answer for item in lessons], add_special_tokens=False)['input_ids']
   answers = np.asarray([[*ids, tokenizer.eos_token_id] for ids in answers], np.int32)
-  longest = max(len(prompt) + len(prefix) for prompt, prefix in zip(prompts, prefixes, strict=True))
-  tokens = np.zeros((len(lessons), -(-longest // _ROUND) * _ROUND), np.int32)
-  segment_ids = np.zeros_like(tokens)
-  for row, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
-    content = [*prompt, *prefix]
-    tokens[row, : len(content)] = content
-    segment_ids[row, : len(content)] = 1
+  rows = [[*prompt, *prefix] for prompt, prefix in zip(prompts, prefixes, strict=True)]
+  tokens, mask = padded(rows, -(-max(map(len, rows)) // _ROUND) * _ROUND)
   positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
   starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
   index = starts[:, None] + np.arange(answers.shape[1], dtype=np.int32)[None, :]
-  return tokens, positions, segment_ids, index, answers
+  return tokens, positions, mask.astype(np.int32), index, answers
 
 
 def _cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:

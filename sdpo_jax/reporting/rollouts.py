@@ -20,7 +20,7 @@ from etils import epath
 from sdpo_jax.config.privacy import public_text
 from sdpo_jax.data.rows import is_message
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import jsonable, read_bytes
+from sdpo_jax.files import json_object, jsonable, read_bytes
 from sdpo_jax.reporting.run_files import finite
 from sdpo_jax.training.directory.sealed import result_fault
 
@@ -241,11 +241,8 @@ def _pieces(rows: Sequence[str]) -> Iterator[list[str]]:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
   """Return the fields of a rollout that a page shows, each of its type or None; None if the line is not a rollout."""
-  try:
-    value = json.loads(line)
-  except (ValueError, RecursionError):
-    return None
-  if not isinstance(value, dict) or not isinstance(value.get('completion'), str):
+  value = json_object(line)
+  if value is None or not isinstance(value.get('completion'), str):
     return None
   tokens = _list(value.get('tokens'), str)
   found = {

@@ -7,6 +7,8 @@ import dataclasses
 import itertools
 import math
 
+import numpy as np
+
 from sdpo_jax.errors import UserError
 
 SMALLEST = 16  # Tokens of the smallest bucket if lengths have no limit.
@@ -49,6 +51,14 @@ def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
   if size is None:
     raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(lengths)}: raise it.')
   return size
+
+
+def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
+  """Return tokens padded to T = room, [B, T] int32, and a mask of the tokens that are not padding, [B, T] bool."""
+  tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
+  for row, own in enumerate(rows):
+    tokens[row, : len(own)], mask[row, : len(own)] = own, True
+  return tokens, mask
 
 
 @dataclasses.dataclass(frozen=True)

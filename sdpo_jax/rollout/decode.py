@@ -91,7 +91,7 @@ def prefill(
   positions, segments = jnp.where(valid, index, 0), valid.astype(jnp.int32)
   empty = policy.init_cache(prompts, width, quantized)
   cache = policy.apply(base, trainable, tokens, positions, segments, empty, **_pooled(members))[2]
-  return cache if slots is None else kv_cache.lengthened(cache, slots)
+  return cache if slots is None else kv_cache.with_slots(cache, slots)
 
 
 def extend(

@@ -128,7 +128,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     grown = decode.extend(
       policy, base, trainable, rows, tokens, new, members, piece=piece, commit=local(kv_cache.commit)
     )
-    return kv_cache.shortened(grown, slots)
+    return kv_cache.with_slots(grown, slots)
 
   # Lengths are a separate argument, since fewer of them need another buffer.
   def compact(stores: kv_cache.Stores, lengths: jax.Array, source: jax.Array) -> KVCache:

@@ -13,7 +13,7 @@ import numpy as np
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import Policy
-from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.buckets import padded, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
 from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
@@ -144,8 +144,8 @@ class Sampler:
       UserError: as in `stream`.
     """
     request = self.request(prompt_token_ids, **options)
-    n, lengths = request.n, np.asarray([len(samples.prompt) for samples in request.samples])
-    total = len(lengths) * n
+    count, n = len(request.samples), request.n
+    total = count * n
     shape = total, request.room
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
@@ -158,14 +158,13 @@ class Sampler:
       reasons[done.sample], texts[done.sample] = 'stop' if done.stopped else 'length', done.text
       if on_finished is not None:
         on_finished(done)
-    group = np.repeat(np.arange(len(lengths), dtype=np.int32), n)
-    prompts = np.zeros((len(lengths), max(samples.width for samples in request.samples)), np.int32)
-    for padded, samples in zip(prompts, request.samples, strict=True):
-      padded[: len(samples.prompt)] = samples.prompt
+    group = np.repeat(np.arange(count, dtype=np.int32), n)
+    width = max(samples.width for samples in request.samples)
+    prompts, prompt_mask = padded([samples.prompt for samples in request.samples], width)
     return Rollouts(
       group=group,
       prompt_tokens=prompts[group],
-      prompt_mask=(np.arange(prompts.shape[1])[None] < lengths[:, None])[group],
+      prompt_mask=prompt_mask[group],
       completion_tokens=tokens,
       completion_mask=mask,
       **numbers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -58,11 +59,5 @@ class StopStrings:
     """Return the smallest number of leading tokens whose text contains a stop string, or None."""
     if not self._stop or not self._within(tokens):
       return None
-    low, high = 1, len(tokens)
-    while low < high:
-      middle = (low + high) // 2
-      if self._within(tokens[:middle]):
-        high = middle
-      else:
-        low = middle + 1
-    return low
+    shorter = range(1, len(tokens))
+    return 1 + bisect.bisect_left(shorter, True, key=lambda length: self._within(tokens[:length]))

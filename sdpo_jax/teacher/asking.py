@@ -29,6 +29,7 @@ class EndpointClient:
       UserError: the address or an environment variable is missing, or the address continues after the version.
     """
     self._server = chat_endpoint.connect(settings, section, path=path)
+    self.public_url = self._server.public_url  # The address without parts that may be secret.
     self._closing = threading.Event()
 
   def __enter__(self) -> Self:
@@ -41,11 +42,6 @@ class EndpointClient:
     """Close the connections; requests under way are not retried."""
     self._closing.set()
     self._server.close()
-
-  @property
-  def public_url(self) -> str:
-    """The address without parts that may be secret."""
-    return self._server.public_url
 
 
 def ask_all(

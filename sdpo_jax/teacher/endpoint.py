@@ -20,7 +20,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import identity, model_files, same_tokenizer
+from sdpo_jax.models import identity, same_tokenizer
 from sdpo_jax.models.control_tokens import Tokenizer
 from sdpo_jax.teacher import dialects
 from sdpo_jax.teacher.asking import STOP_S, EndpointClient, ask_all
@@ -87,14 +87,7 @@ class Endpoint(EndpointClient):
       EndpointError: it does not answer, returns no log-probs or fewer than `top_k`, or rejects a text of that length.
       UserError: it has another tokenizer.
     """
-    settings = self._settings
-    model_files.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
-    found = same_tokenizer.difference(model, settings.tokenizer)
-    if found is not None:
-      raise UserError(
-        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, since their tokenizers differ: {found}; use a '
-        'teacher with the same tokenizer, such as another size of the same family.'
-      )
+    same_tokenizer.check_teacher(model, self._settings.tokenizer, f'{SECTION}.tokenizer')
     tokens = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
     first, *rest = tokens[:longest]
     [scored] = self._score([EndpointQuery([first], rest)], stop, 'the first, short text')

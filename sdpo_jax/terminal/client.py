@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 
 from sdpo_jax.errors import UserError, first_line, printable
+from sdpo_jax.files import json_object
 
 _ROOT = '/v1/continual/adapters'
 _CONNECT_S, _ANSWER_S = 10.0, 600.0  # Timeouts in seconds; feedback may wait for that of other sessions.
@@ -78,7 +79,7 @@ class ServiceClient:
     while True:
       alive()
       answer = self._sent('GET', '/readyz')
-      state = _object(answer)
+      state = json_object(answer.content)
       if state is None or answer.status_code not in (200, 503):
         raise UserError(f'{self.url} is not a service of launch.serve: name another address with --url.')
       if answer.status_code == 200:
@@ -241,7 +242,7 @@ def _seeded(seed: int | None) -> dict[str, int]:
 
 
 def _json(answer: httpx2.Response, fields: Sequence[str]) -> dict[str, Any]:
-  body = _object(_checked(answer))
+  body = json_object(_checked(answer).content)
   if body is None or not body.keys() >= set(fields):
     what = 'is not a JSON object' if body is None else f'has not {" and ".join(fields)}'
     raise AnswerLost(f'The response from {answer.url} {what}: it is not one of launch.serve.')
@@ -252,16 +253,7 @@ def _checked(answer: httpx2.Response) -> httpx2.Response:
   """Return a response; raises Refused if it is an error."""
   if answer.is_success:
     return answer
-  raise _refusal(answer.status_code, _object(answer))
-
-
-def _object(answer: httpx2.Response) -> dict[str, Any] | None:
-  """Return the JSON object in a response; None: it has none."""
-  try:
-    body = answer.json()
-  except ValueError:
-    return None
-  return body if isinstance(body, dict) else None
+  raise _refusal(answer.status_code, json_object(answer.content))
 
 
 def _refusal(status: int, body: Any) -> Refused:

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from sdpo_jax.errors import UserError, first_line, printable
-from sdpo_jax.files import jsonable, make_directory, sync_directory
+from sdpo_jax.files import json_object, jsonable, make_directory, sync_directory
 
 _ID = re.compile(r'[A-Za-z0-9][A-Za-z0-9_-]{0,99}')
 SUFFIX = '.jsonl'
@@ -172,11 +172,8 @@ class History:
     whole = content.rfind(b'\n') + 1
     records = []
     for number, line in enumerate(content[:whole].split(b'\n')[:-1], start=1):
-      try:
-        record = json.loads(line)
-      except (ValueError, RecursionError):
-        record = None
-      if not isinstance(record, dict) or not isinstance(record.get('kind'), str):
+      record = json_object(line)
+      if record is None or not isinstance(record.get('kind'), str):
         raise UserError(f'{self.path}, line {number} is not a record of a session: remove the line, or start anew.')
       records.append(record)
     if whole < len(content):

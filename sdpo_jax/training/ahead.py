@@ -15,6 +15,7 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
+from sdpo_jax.rollout.buckets import padded
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import prompt_spec
 from sdpo_jax.types import Example, Outcome, Rollouts
@@ -75,10 +76,7 @@ class SampledBatch:
     group, width, room = np.asarray(saved['group'], np.int32), *saved['shape']
     lengths = np.asarray(saved['lengths'])
     mask = np.arange(room) < lengths[:, None]
-    prompt_tokens = np.zeros((len(group), width), np.int32)
-    for row, question in enumerate(group):
-      prompt_tokens[row, : len(prompts[question])] = prompts[question]
-    of_prompts = np.asarray([len(prompts[question]) for question in group])
+    prompt_tokens, prompt_mask = padded([prompts[question] for question in group], width)
 
     def per_token(name: str, dtype: str) -> np.ndarray:
       values = np.zeros(mask.shape, np.dtype(dtype).newbyteorder('='))
@@ -88,7 +86,7 @@ class SampledBatch:
     rollouts = Rollouts(
       group=group,
       prompt_tokens=prompt_tokens,
-      prompt_mask=np.arange(width) < of_prompts[:, None],
+      prompt_mask=prompt_mask,
       completion_mask=mask,
       **{name: per_token(name, dtype) for name, dtype in _PER_TOKEN.items()},
       finish_reason=saved['finish_reason'],

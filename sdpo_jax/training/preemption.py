@@ -213,10 +213,7 @@ class Preemption:
       sentence = f'\x1b[?25h{sentence}'  # The progress bar has hidden the cursor.
     end_by(time.monotonic() + SAYING_S, code)
     cluster.fail(code, sentence)
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
-      print(f'\n{sentence}', file=sys.stderr, flush=True)
-    os._exit(code)
+    cluster.leave(sentence, code)
 
 
 def what_is_there(on_disk: Callable[[], int]) -> str:

@@ -384,29 +384,25 @@ class _Results:
       report: report of the step.
     """
     self._waiting.append((micros, report))
-    while len(self._waiting) > 1:
-      self.fetch()
+    self.fetch(left=1)
 
   def taken(self) -> int:
     """Wait for all steps, and return the number of those that were taken."""
     left = jax.device_get([report['taken'] for _, report in self._waiting])
     return sum(int(report['taken']) for report in self.reports) + sum(map(int, left))
 
-  def fetch(self) -> None:
-    """Fetch the results of the oldest pending step in one transfer."""
-    micros, report = self._waiting.popleft()
-    results, report = jax.device_get(([(result.loss, result.aux) for _, result in micros], report))
-    self.reports.append(report)
-    self.losses.append(sum(float(loss) for loss, _ in results))
+  def fetch(self, left: int = 0) -> None:
+    """Fetch the results of all pending steps but the newest `left`, oldest first, each step's in one transfer."""
     shape = self._batch.rollouts.completion_tokens.shape
-    for (samples, _), (_, aux) in zip(micros, results, strict=True):
-      for name, value in aux.items():
-        target = self.token_values.setdefault(name, np.full(shape, np.nan, np.float32))
-        self._batch.scatter(samples, value, target)
-
-  def fetch_all(self) -> None:
-    while self._waiting:
-      self.fetch()
+    while len(self._waiting) > left:
+      micros, report = self._waiting.popleft()
+      results, report = jax.device_get(([(result.loss, result.aux) for _, result in micros], report))
+      self.reports.append(report)
+      self.losses.append(sum(float(loss) for loss, _ in results))
+      for (samples, _), (_, aux) in zip(micros, results, strict=True):
+        for name, value in aux.items():
+          target = self.token_values.setdefault(name, np.full(shape, np.nan, np.float32))
+          self._batch.scatter(samples, value, target)
 
 
 class DispatchLimit:
@@ -500,7 +496,7 @@ def run_update(
       results.add(micros, report)
   taken = results.taken()
   state = update.advance_teacher(state, np.int32(taken))
-  results.fetch_all()
+  results.fetch()
   log_probs = None
   if scored is not None:
     seen = results.token_values.get('log_prob', np.zeros_like(batch.sampling_log_probs))

@@ -9,7 +9,7 @@ import jax
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import check_divides
 from sdpo_jax.errors import UserError
-from sdpo_jax.models import huggingface, model_files, same_tokenizer
+from sdpo_jax.models import huggingface, same_tokenizer
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.documents import context_length
@@ -38,15 +38,8 @@ def check(config: Config) -> None:
     UserError: it cannot be read, its token ids mean other tokens than the student's, its vocabulary is smaller, or it
       has fewer positions than the longest row.
   """
-  teacher = config.actor.self_distillation.teacher_model
-  model_files.resolve(teacher, weights=False, setting=SETTING)
+  same_tokenizer.check_teacher(config.model.path, config.actor.self_distillation.teacher_model, SETTING)
   read_policy(config)
-  found = same_tokenizer.difference(config.model.path, teacher)
-  if found is not None:
-    raise UserError(
-      f'{SETTING}={teacher} cannot teach {config.model.path}, because their tokenizers differ: {found}; name a model '
-      'with the same tokenizer, such as another size of the same family.'
-    )
 
 
 def read_policy(config: Config) -> DecoderPolicy:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.learning import requests, signals
-from sdpo_jax.learning.packing import padded
 from sdpo_jax.learning.requests import Task
+from sdpo_jax.rollout.buckets import padded
 from sdpo_jax.types import Batch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import types
 
@@ -69,7 +70,7 @@ def test_the_divergence_is_over_the_tokens_that_the_server_names(teacher, dialec
     batch = make_samples(config)
     signal = ask(config, batch)
     assert len(server.bodies) == batch.taught.sum()
-  external = type(batch)(**{**vars(batch), 'teacher_prompts': None, 'signal': signal})
+  external = dataclasses.replace(batch, teacher_prompts=None, signal=signal)
   _, [report] = update(config, policy, {}, parameters, None, external)
   alpha, mass = config.actor.self_distillation.alpha, []
   for sample in np.flatnonzero(batch.taught):

@@ -178,8 +178,6 @@ def _removed(directory: pathlib.Path) -> bool:
   """Remove a group without processes; return whether it is gone."""
   try:
     directory.rmdir()
-  except FileNotFoundError:
-    return True
-  except OSError:
-    return False
+  except OSError as error:
+    return isinstance(error, FileNotFoundError)
   return True

@@ -459,14 +459,13 @@ def _probe(host: _Host) -> list[str]:
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=leftovers.PREFIX))
     stack.callback(os.close, leftovers.hold(directory))
     server = stack.enter_context(socket.create_server(('127.0.0.1', 0)))
-    canary = os.path.join(directory, 'canary')
-    with open(canary, 'w') as file:
-      file.write('canary')
+    canary = pathlib.Path(directory, 'canary')
+    canary.write_text('canary')
     os.chmod(directory, 0o777)  # So only the sandbox keeps a program of another user out.
-    os.chmod(canary, 0o666)
+    canary.chmod(0o666)
     limits = Limits(wall_s=30, cpu_s=10, file_mb=1)
     payload = {
-      'canary': canary,
+      'canary': str(canary),
       'directory': directory,
       'port': server.getsockname()[1],
       'owner': os.getpid(),
@@ -488,8 +487,7 @@ def _probe(host: _Host) -> list[str]:
       if result['broken']:
         raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
       leaks, channels = [*leaks, *result['leaks']], result['channels']
-    with open(canary) as file:
-      touched = os.listdir(directory) != ['canary'] or file.read() != 'canary'
+    touched = os.listdir(directory) != ['canary'] or canary.read_text() != 'canary'
   if leaks or touched:
     raise confinement.Unsupported(f'a program in it {", ".join(dict.fromkeys(leaks)) or "changes a file"}')
   # Bubblewrap mounts them read-only.

@@ -13,6 +13,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, make_directory
+from sdpo_jax.models import file_lock
 from sdpo_jax.training.directory import guarded_files, lock_owner
 from sdpo_jax.training.directory.lock_owner import Owner
 
@@ -78,12 +79,7 @@ class FileLock:
     except OSError as error:
       self.exclusive = False
       say(f'{workdir} cannot be locked ({first_line(error)}): see that no second process trains there.')
-    here = os.fstat(self._descriptor)
-    try:
-      there = os.stat(self._path, follow_symlinks=False)
-    except FileNotFoundError:
-      return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return file_lock.is_at(self._descriptor, self._path)
 
   def read(self) -> bytes | None:
     """Return the content of the lock."""

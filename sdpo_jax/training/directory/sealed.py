@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import read_bytes, read_json_object
+from sdpo_jax.files import json_object, read_bytes, read_json_object
 from sdpo_jax.tables import spans
 
 SEAL = 'sha256'  # Key of the SHA-256 of all other entries.
@@ -121,7 +121,7 @@ def result_fault(name: str, content: bytes) -> tuple[str | None, bool]:
   """
   step = name.partition('.')[0]
   if name.endswith('.json'):
-    values = _object(content)
+    values = json_object(content) or None  # No version has written an empty one.
     try:
       unseal(content)
     except ValueError as error:
@@ -134,21 +134,12 @@ def result_fault(name: str, content: bytes) -> tuple[str | None, bool]:
   before, states = beginning(step, len(parts)), {state: [] for state in STATES}
   for number, part in enumerate(parts, 1):
     state, before = check_line(part, before)
-    states[state if _object(part) else ALTERED].append(number)
+    states[state if json_object(part) else ALTERED].append(number)
   if altered := states[ALTERED]:
     return f'line {spans(altered)} is not as it was written', True
   if misplaced := states[MISPLACED]:
     return f'lines were removed, moved or altered before line {spans(misplaced)}', True
   return None, not states[UNSEALED]
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-  """Return the JSON object in a text; None if it holds none, or an empty one, which no version has written."""
-  try:
-    values = json.loads(text)
-  except (ValueError, RecursionError):
-    return None
-  return values if isinstance(values, dict) and values else None
 
 
 def beginning(name: str, count: int) -> str:
