@@ -133,23 +133,15 @@ class Replica:
 @contextlib.contextmanager
 def bucket(kind: str, folder: pathlib.Path) -> Iterator[dict[str, str]]:
   """Run a server that speaks S3, with an empty bucket; yield the variables with which obstore finds it."""
-  if kind == 'own':
-    command = [sys.executable, '-m', 'tests.serving.store.s3_store']
-  else:
-    port = local_server.free_port()
-    command = [sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(port)]
+  command = [sys.executable, '-m', f'tests.serving.store.{"s3" if kind == "own" else "moto"}_store']
   with (folder / 's3.log').open('w') as log:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=tiny.REPOSITORY)
   try:
-    url = process.stdout.readline().strip() if kind == 'own' else f'http://127.0.0.1:{port}'
-    until = time.monotonic() + 60.0
-    while kind != 'own':
-      with contextlib.suppress(httpx2.HTTPError):
-        httpx2.put(f'{url}/bucket').raise_for_status()
-        break
-      if time.monotonic() > until:
-        raise RuntimeError(f'moto does not start: {(folder / "s3.log").read_text()[-2000:]}')
-      time.sleep(0.1)
+    url = process.stdout.readline().strip()
+    if not url:
+      raise RuntimeError(f'The bucket does not start: {(folder / "s3.log").read_text()[-2000:]}')
+    if kind == 'moto':
+      httpx2.put(f'{url}/bucket').raise_for_status()
     names = {'AWS_ENDPOINT_URL': url, 'AWS_ALLOW_HTTP': 'true', 'AWS_REGION': 'us-east-1'}
     yield names | {'AWS_ACCESS_KEY_ID': 'nobody', 'AWS_SECRET_ACCESS_KEY': 'nothing'}
   finally:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 
 import pytest
 
-from tests.serving.store import postgres, s3_store, store_cases
+from tests.serving.store import places, postgres, s3_store
 
 # Tests that look into local files, break a local disk or are about SQLite.
 LOCAL = """
@@ -30,25 +29,18 @@ LOCAL = """
   test_what_is_deleted_is_erased
 """.split()
 _open = contextlib.ExitStack()
-_urls: dict[str, str] = {}  # Of the databases, by folder.
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
   """Start the servers."""
-  s3, server = _open.enter_context(s3_store.S3()), _open.enter_context(postgres.serving())
+  places.bucket, server = _open.enter_context(s3_store.S3()), _open.enter_context(postgres.serving())
   os.environ |= {
-    'AWS_ENDPOINT_URL': s3.options['endpoint'],
+    'AWS_ENDPOINT_URL': places.bucket.options['endpoint'],
     'AWS_ALLOW_HTTP': 'true',
     'AWS_SKIP_SIGNATURE': 'true',
     'AWS_REGION': 'none',
+    places.POSTGRES: server.place,
   }
-
-  def places(folder: pathlib.Path) -> tuple[str, str]:
-    if str(folder) not in _urls:
-      _urls[str(folder)] = server.url()
-    return f's3://bucket/{len(_urls)}{folder}'.replace('//', '/').replace('s3:/', 's3://'), _urls[str(folder)]
-
-  store_cases.places = places
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ import types
 from benchmarks import serve
 from tests import tiny
 from tests.serving import service_world
+from tests.serving.store import places
 
 PATIENCE = 300.0  # Seconds after which a process that does not answer is given up; none is expected to take them.
 CONFIG = """
@@ -56,6 +57,7 @@ def served(folder: pathlib.Path):
   finally:
     process.kill()
     process.wait()
+    places.bury(folder / 'root')
 
 
 def ask(running, method, path, body=None, **headers):

@@ -13,7 +13,7 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.sample_requests import SampleOptions
 from sdpo_jax.serving.service import Service
 from tests import compiling, tiny
-from tests.serving.store import store_cases
+from tests.serving.store import places
 
 WIDE = 100  # K.
 HELLO = [{'role': 'user', 'content': 'Hi'}]
@@ -32,11 +32,11 @@ def make_config(model: pathlib.Path, root: pathlib.Path) -> Config:
   serve.rows, serve.training_rows, serve.snapshots, serve.teachers, serve.slots = 4, 2, 3, 3, 2
   serve.topk, serve.decode_chunk, serve.model_name = WIDE, 3, 'tiny'
   serve.score_buckets = (320,)  # As long as what teachers are asked about at the start of a run.
-  if store_cases.places is store_cases.local_places:
-    serve.store.root = str(root)
-  else:
-    serve.store.root, serve.store.database = store_cases.places(root)
+  if places.replicated():
+    serve.store.root, serve.store.database = places.places(root)
     serve.http.url = 'http://localhost'
+  else:
+    serve.store.root = str(root)
   serve.programs = str(compiling.commands_cache().parent / 'engine')
   serve.learning.learning_rate = 1e-2
   return config

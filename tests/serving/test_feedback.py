@@ -28,6 +28,7 @@ from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import engine_name, optimizer_name
 from sdpo_jax.serving.store import versions
+from tests import tiers
 from tests.serving.engines import put
 from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
 
@@ -191,6 +192,29 @@ def test_an_average_is_that_of_the_feedback_before_or_begins_with_the_factors(ad
         service.worker.forget(engine_name(adapter.id, answer['version_after']))
   assert [average for average, _ in said['engine']] == [None, 1, None, None]
   assert said['engine'] == said['store']
+
+
+@pytest.mark.parametrize('kind, loss', tiers.cases([('ema', 0), ('live', 1)], slow=[('ema', 0)]))
+def test_a_curve_is_the_same_if_the_service_starts_again_before_every_feedback(tmp_path, kind, loss):
+  """Factors, moments and average are read from the store each time: 12 losses and 12 versions, bit for bit."""
+  said, kept, model = {}, {}, model_folder(tmp_path / 'model')
+  for where, starts in (('memory', 1), ('store', 12)):
+    config, said[where], kept[where] = make_config(model, tmp_path / where), [], []
+    for start in range(starts):
+      with running(config) as service:
+        ada = Account(service, 'ada')
+        if start == 0:
+          adapter, _ = ada.create('one', {'teacher': {'kind': kind}}, seed=0)
+        for head in range(start * 12 // starts, (start + 1) * 12 // starts):
+          [drawn] = sample(ada, adapter.id, seed=head)
+          item = Item(sample_id=drawn.id, feedback=f'{SAID}{head}')
+          answer = fed(ada, adapter.id, head, ask(ada, item, update=LOSSES[loss]))
+          assert (answer['version_after'], answer['moments_of'], answer['warnings']) == (head + 1, head or None, [])
+          said[where].append((drawn.tokens, answer['metrics']))
+          service.store._writer.submit(int).result()  # noqa: SLF001 (The state has been written.)
+          kept[where].append(of_newest(ada, adapter))
+  assert said['memory'] == said['store'] and kept['memory'] == kept['store']
+  assert len({metrics['loss'] for _, metrics in said['store']}) == 12
 
 
 def test_a_version_in_a_slot_goes_on_from_the_state_that_was_read(ada, service):

@@ -333,9 +333,12 @@ class RemoteBlobs:
     with self._failures(key):
       try:
         self._obstore.put(self._store, key, content, mode='create')
-      except self._errors.AlreadyExistsError:
+      except self._errors.AlreadyExistsError as error:
         # Since obstore repeats a put whose response was lost, the blob may be our own.
-        if bytes(self._obstore.get(self._store, key).bytes()) != content:
+        found = self.tagged(key)
+        if found is None:  # S3 says so (409), too, while another put of the blob has not ended.
+          raise StorageFailed(f'{self.name}/{key} is being written: retry.', retry_after=1.0) from error
+        if found.content != content:
           raise FileExistsError(f'{self.name}/{key} is there already.') from None
 
   def get(self, key: str) -> bytes:

@@ -1,7 +1,7 @@
 """Sessions whose process or machine fails: nothing that was acknowledged is lost, and nothing is learned twice.
 
 `tests.serving.sessions.session_history` is recorded call by call; every prefix of its operations is what a killed
-process leaves.
+process leaves; over PostgreSQL and a bucket, every prefix of its puts and commits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from sdpo_jax.serving.sessions.sessions import Sessions
 from tests import file_operations, tiers, tiny
 from tests.serving.sessions import session_history
 from tests.serving.sessions.session_history import DENY, RETENTION, account_of, find
+from tests.serving.store import places
 from tests.serving.store.store_cases import open_store
 
 CHANGES = frozenset('create mkdir write truncate rename link unlink rmdir'.split())
@@ -46,7 +46,12 @@ def without_an_engine(monkeypatch):
   monkeypatch.setattr(feedback, 'learn', session_history.learn)
 
 
-def recorded(recorder, folder: pathlib.Path, rounds: int) -> list[file_operations.Operation]:
+def recorded(request, folder: pathlib.Path, rounds: int) -> list[file_operations.Operation] | list[places.Write]:
+  if places.replicated():
+    with pytest.MonkeyPatch.context() as patch, open_store(folder, retention=RETENTION) as store:
+      patch.setattr(feedback, 'learn', session_history.learn)
+      return places.record(folder, lambda: session_history.history(store, rounds))
+  recorder = request.getfixturevalue('recorder')
   (folder / 'disk').mkdir(parents=True)
   subprocess.run(
     [sys.executable, '-m', 'tests.serving.sessions.session_history', str(folder / 'disk'), str(rounds)],
@@ -60,8 +65,8 @@ def recorded(recorder, folder: pathlib.Path, rounds: int) -> list[file_operation
 
 
 @pytest.fixture(scope='module')
-def two_rounds(recorder, tmp_path_factory) -> list[file_operations.Operation]:
-  return recorded(recorder, tmp_path_factory.mktemp('two_rounds'), 2)
+def two_rounds(request, tmp_path_factory) -> list[file_operations.Operation] | list[places.Write]:
+  return recorded(request, tmp_path_factory.mktemp('two_rounds'), 2)
 
 
 def check(account, promised: dict[tuple[str, int], list]) -> int:
@@ -69,13 +74,15 @@ def check(account, promised: dict[tuple[str, int], list]) -> int:
 
   Returns how many turns are denied.
   """
-  places = find(account)
-  found = {session: {turn.n: turn for turn in Sessions(account).turns(adapter, session)} for adapter, session in places}
+  sessions = find(account)
+  found = {
+    session: {turn.n: turn for turn in Sessions(account).turns(adapter, session)} for adapter, session in sessions
+  }
   for (session, n), (_, _, status, learned, results) in promised.items():
     turn = found[session][n]
     assert status in ('open', turn.status) and len(turn.results) >= results, (session, n)
     assert learned is None or turn.learned is not None and turn.learned.version_after >= learned, (session, n)
-  for adapter, session in places:
+  for adapter, session in sessions:
     if not found[session]:
       continue
     newest = found[session][max(found[session])]
@@ -88,7 +95,7 @@ def check(account, promised: dict[tuple[str, int], list]) -> int:
     Sessions(account).flush(adapter, session)
   for adapter in account.adapters():
     # Every version but the first was learned in a session, and what a version learned from is learned in no other.
-    turns = [turn for id, session in places if id == adapter.id for turn in Sessions(account).turns(id, session)]
+    turns = [turn for id, session in sessions if id == adapter.id for turn in Sessions(account).turns(id, session)]
     examples = Sessions(account).examples(adapter.id)
     versions = [example.versions for example in examples if example.kind != 'rehearsal']
     assert all(len(each) == 1 for each in versions) and not any(each.state == 'waiting' for each in examples)
@@ -116,16 +123,16 @@ class Judge:
     self._seen.add(case)
     self.opened += 1
     folder = self._scratch / 'disk'
-    file_operations.write_tree(tree, folder)
+    places.write_tree(tree, folder)
     try:
       with open_store(folder, retention=RETENTION) as store:
         account = account_of(store)
         self.denied = max(self.denied, check(account, promised))
-        places = find(account)
-        if len(places) == session_history.SESSIONS:  # Whatever has happened, it goes on.
-          session_history.step(account, places[self.opened % len(places)], 0, lambda *_: None)
+        sessions = find(account)
+        if len(sessions) == session_history.SESSIONS:  # Whatever has happened, it goes on.
+          session_history.step(account, sessions[self.opened % len(sessions)], 0, lambda *_: None)
     finally:
-      shutil.rmtree(folder)
+      places.remove(folder)
 
 
 @pytest.mark.parametrize(
@@ -133,34 +140,36 @@ class Judge:
   [(2, 25), pytest.param(5, 1, marks=pytest.mark.campaign), pytest.param(170, 401, marks=pytest.mark.campaign)],
 )
 def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none_twice(
-  recorder, two_rounds, scratch, tmp_path, rounds, every
+  request, two_rounds, scratch, tmp_path, rounds, every
 ):
-  judge, disk, promised = Judge(scratch), file_operations.Disk(), {}
-  places = itertools.count()
-  for operation in two_rounds if rounds == 2 else recorded(recorder, tmp_path, rounds):
-    if operation.kind in CHANGES and next(places) % every == 0:
+  judge, disk, promised = Judge(scratch), places.new_disk(), {}
+  changes = itertools.count()
+  for operation in two_rounds if rounds == 2 else recorded(request, tmp_path, rounds):
+    if operation.kind in CHANGES and next(changes) % every == 0:
       judge.check(disk.now(), promised)
     disk.apply(operation)
     if operation.kind == 'mark':
       said = json.loads(operation.path)
       promised[said[0], said[1]] = said
   judge.check(disk.now(), promised)
-  assert judge.opened > 20 and judge.denied >= session_history.SESSIONS * rounds * 3 // 5
+  assert judge.opened > (5 if places.replicated() else 20)
+  assert judge.denied >= session_history.SESSIONS * rounds * 3 // 5
 
 
-@pytest.mark.parametrize('every', [1000, pytest.param(10, marks=pytest.mark.campaign)])
-def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twice(two_rounds, scratch, every):
-  judge, disk, promised = Judge(scratch), file_operations.Disk(), {}
-  cases = itertools.count()
-  for operation in two_rounds:
+@pytest.mark.parametrize('operations, every', [(40, 25), pytest.param(1, 10, marks=pytest.mark.campaign)])
+def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twice(
+  two_rounds, scratch, operations, every
+):
+  judge, disk, promised = Judge(scratch), places.new_disk(), {}
+  for place, operation in enumerate(two_rounds):
     disk.apply(operation)
     if operation.kind == 'mark':
       said = json.loads(operation.path)
       promised[said[0], said[1]] = said
-    for _, tree in disk.survivors():
-      if next(cases) % every == 0:
+    for case, (_, tree) in enumerate(disk.survivors() if place % operations == 0 else ()):
+      if (place + case) % every == 0:
         judge.check(tree, promised)
-  assert judge.opened > 10
+  assert judge.opened > (0 if places.replicated() else 10)
 
 
 @pytest.mark.parametrize('kills', tiers.cases((2, 20), slow=(2,)))
@@ -196,6 +205,7 @@ def test_what_was_acknowledged_is_there_after_a_kill_while_all_sessions_learn(sc
       os.kill(child, signal.SIGKILL)
       while told(process.stdout.readline()):
         pass
+      places.bury(scratch / 'store')
       with open_store(scratch / 'store') as store:
         assert check(account_of(store), promised) > 0
     process.stdin.close()

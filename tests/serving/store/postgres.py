@@ -25,6 +25,7 @@ class Server:
 
   def __init__(self, folder: pathlib.Path):
     self._folder, self._data = folder, folder / 'data'
+    self.place = f'postgresql://sdpo@/postgres?host={folder}'  # The URL.
     for path in (folder, self._data):
       path.mkdir(exist_ok=True, mode=0o700)
       if os.getuid() == 0:
@@ -51,10 +52,9 @@ class Server:
     import psycopg
 
     name = f't{secrets.token_hex(6)}'
-    place = f'postgresql://sdpo@/postgres?host={self._folder}'
-    with psycopg.connect(place, autocommit=True) as connection:
+    with psycopg.connect(self.place, autocommit=True) as connection:
       connection.execute(f'CREATE SCHEMA {name}')
-    return f'{place}&options=-csearch_path%3D{name}'
+    return f'{self.place}&options=-csearch_path%3D{name}'
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.models import huggingface
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
+from tests.serving.store import places
 
 SIZES = {
   'model_type': 'qwen3',
@@ -66,15 +67,7 @@ def assert_same(one, other) -> None:
     assert one[name].tobytes() == other[name].tobytes(), name
 
 
-def local_places(folder: pathlib.Path) -> tuple[str, str]:
-  """Return the root and the database of a store in a folder."""
-  return str(folder / 'root'), str(folder / 'database' / 'store.sqlite')
-
-
-places = local_places  # `replicated` puts others in its place.
-
-
 def open_store(folder: pathlib.Path, **options) -> Store:
-  """Return a store in a folder."""
-  root, database = places(folder)
+  """Return the store of a folder."""
+  root, database = places.places(folder)
   return Store.open(root, database, base=tiny_base(), **options)

@@ -67,9 +67,12 @@ def ask(store: Store, adapter: str, expected: int) -> int:
   return version.number
 
 
-def history(store: Store, told) -> None:
-  """Call `told` with what the store says after every change that it has acknowledged."""
+def history(store: Store) -> None:
+  """Mark what the store says after every change that it has acknowledged."""
   counter = iter(range(100))
+
+  def told(state: dict[str, dict]) -> None:
+    file_operations.mark(json.dumps(state))
 
   def commit(owner, adapter, **more):
     head, seed = store.adapter(owner, adapter.id).head, next(counter)
@@ -157,7 +160,7 @@ def main() -> None:
   folder = pathlib.Path(sys.argv[1])
   if sys.argv[2:] != ['load']:
     with open_store(folder, retention=RETENTION) as store:
-      history(store, lambda state: file_operations.mark(json.dumps(state)))
+      history(store)
     return
   for line in sys.stdin:  # A child each: what takes long is the imports.
     child = os.fork()

@@ -91,6 +91,18 @@ def test_a_store_that_cannot_be_reached_is_asked_again(server, tmp_path, done):
     assert_same(again.arrays(again.version('ada', adapter.id, now)), arrays(now))
 
 
+def test_a_put_that_conflicts_with_one_under_way_is_asked_again(server, tmp_path):
+  """As S3 answers (409, ConditionalRequestConflict) while the put that is repeated has not ended."""
+  with open_remote(server, tmp_path) as store:
+    adapter, _ = store.create('ada', 'mine', {}, arrays(0))
+    server.disturb = lambda method, name, done: 409 if method == 'PUT' and 'manifest' in name and not done else None
+    with pytest.raises(StorageFailed, match='is being written: retry') as error:
+      store.commit('ada', adapter.id, 0, arrays(1), reason='feedback', details={})
+    assert error.value.retry_after
+    server.disturb = lambda *_: None
+    assert store.commit('ada', adapter.id, 0, arrays(1), reason='feedback', details={}).number == 1
+
+
 def test_what_another_process_may_be_writing_is_not_removed(server, tmp_path):
   with open_remote(server, tmp_path / 'one') as store:
     adapter, _ = store.create('ada', 'mine', {}, arrays(0))
