@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import threading
 import types
 
@@ -32,7 +33,7 @@ class Replicas:
   """Replicas of one service in this process."""
 
   def __init__(self, server):
-    self.database, self.root = server.url(), f'memory://{id(self)}'
+    self.database, self.root = server.url(), f'memory://{secrets.token_hex(8)}'
     self._open = contextlib.ExitStack()
 
   def start(self, name: str, **more) -> Store:
