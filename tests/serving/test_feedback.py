@@ -14,7 +14,15 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.engine import Engine
-from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
+from sdpo_jax.serving.errors import (
+  Cancelled,
+  Deadline,
+  InvalidRequest,
+  NotFound,
+  NotHolder,
+  ServiceError,
+  VersionConflict,
+)
 from sdpo_jax.serving.feedback import FeedbackEntry
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import engine_name, optimizer_name
@@ -602,6 +610,28 @@ def test_an_adapter_that_has_moved_on_is_not_changed(ada):
   assert conflict.value.current == 1
   with pytest.raises(VersionConflict):
     feedback.learn(ada, adapter.id, 5, ask(ada, Item(sample_id=drawn.id)))
+
+
+def test_no_sample_is_of_a_version_that_is_refused(ada, service, monkeypatch):
+  """Another replica has committed the version of that number, and a sample of that is asked before ours is gone."""
+  adapter, drawn = learned(ada)
+  own, asked = service.store.commit, []
+
+  def refused(owner, id, expected, arrays, **more):
+    own(owner, id, expected, service.store.arrays(ada.version(id, 0)), **more)
+    asked.extend(sample(ada, f'{id}@2', n=2))
+    raise NotHolder('')
+
+  monkeypatch.setattr(service.store, 'commit', refused)
+  with pytest.raises(NotHolder):
+    fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  monkeypatch.undo()
+  assert len(asked) == 2
+  for each in asked:
+    theirs = scored(ada, '', each.prompt_tokens, each.tokens)  # It changes nothing of the model.
+    np.testing.assert_allclose(each.log_probs, theirs.log_probs, atol=2e-5)
+  assert service.worker.known(f'{adapter.id}@1-trial') == []
+  assert fed(ada, adapter.id, 2, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))['version_after'] == 3
 
 
 def test_a_batch_is_a_transaction_for_each(ada):
