@@ -1052,6 +1052,7 @@ class Store:
     row = self.database.request(owner, id.key) if replica else None
     if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
       self._adopt(owner)  # Likewise.
+    request = IdempotentRequest(owner, id)
     with contextlib.ExitStack() as begun:
       with self.database.writing(full=bool(replica), alone=f'request {id.key}') as rows:
         row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
@@ -1072,9 +1073,11 @@ class Store:
         self.database.put_request(rows, owner, id.key, row)
         with self._lock:
           self._under_way.add((owner, id.key))
-        begun.callback(self._end, IdempotentRequest(owner, id))  # Unless the transaction succeeds.
+        # Unless the transaction succeeds. If that is unknown, its row would keep other replicas waiting.
+        begun.callback(self._undropped.append, request)
+        begun.callback(self._end, request)
       begun.pop_all()
-    return IdempotentRequest(owner, id)
+    return request
 
   def about(self, request: IdempotentRequest, adapter: str) -> None:
     """Store which adapter a request is about, so that its response is erased with the adapter."""

@@ -411,6 +411,35 @@ def test_requests_have_one_answer_over_replicas(replicas):
   assert one.database.request('ada', one.begin('ada', 'dead', 'another body').id.key).replica == one.leases.replica
 
 
+def test_a_request_whose_row_is_there_although_writing_it_has_failed_can_be_sent_to_another_replica(
+  replicas, monkeypatch
+):
+  one, other = replicas.start('one'), replicas.start('other')
+  real = one.database.writing
+
+  @contextlib.contextmanager
+  def unanswered(**more):
+    with real(**more) as rows:
+      yield rows
+    raise StorageFailed('The connection was lost.')
+
+  for key in ('key', 'again'):
+    with monkeypatch.context() as patched:
+      patched.setattr(one.database, 'writing', unanswered)
+      with pytest.raises(StorageFailed):
+        one.begin('ada', key, 'body')
+    with pytest.raises(InFlight):
+      other.begin('ada', key, 'body')
+  running = one.begin('ada', 'again', 'body')
+  one.settle_doubtful()
+  other.abandon(other.begin('ada', 'key', 'another body'))
+  with pytest.raises(InFlight):
+    other.begin('ada', 'again', 'body')
+  one.finish(running, 200, b'{}')
+  one.settle_doubtful()
+  assert other.begin('ada', 'again', 'body') == StoredResponse(200, b'{}', None, None)
+
+
 def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replicas):
   slow, new, third = (replicas.start(name) for name in ('slow', 'new', 'third'))
   begun = slow.begin('ada', 'key', 'body')
