@@ -112,7 +112,8 @@ class Store:
     leases: Leases | None = None,
   ):
     """Make a store from open parts; use `open` instead."""
-    self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
+    self.blobs, self.database, self.base, self.retention = blobs, database, base, retention
+    self.clock = clock if leases is None else lambda: clock() + leases.ahead  # Replicas have one time.
     self._held, self.leases = held, leases
     self._replica = '' if leases is None else leases.replica
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
