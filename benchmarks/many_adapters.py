@@ -4,7 +4,8 @@
 
 `store`, of a tiny model, in a folder in memory if there is one (`/dev/shm`), once empty and once with `--adapters`:
 CPU-milliseconds to create an adapter, as an account does with its limit; wall and CPU-milliseconds to open the store
-after an orderly end, and after a crash; milliseconds of a page of 100 adapters. `places`: tokens per CPU-second of the
+after an orderly end, and after a process was killed within a change; of the first use of an adapter after that, and of
+the comparison of all with the root; milliseconds of a page of 100 adapters. `places`: tokens per CPU-second of the
 quickstart's model, through the thread of the engine, when the requests of `--hot` adapters share `--places` places, and
 when all are of one adapter; 256 requests wait all the time, of lengths from 8 to 64 tokens. With `--before`, a checkout
 of an earlier commit, its numbers are beside ours: each repeat runs in a process for each side, in turns. Medians, as
@@ -20,6 +21,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -28,7 +30,7 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CREATED, WAITING, LENGTHS, ROWS = 40, 256, (8, 64), 32
+CREATED, USED, WAITING, LENGTHS, ROWS = 40, 100, 256, (8, 64), 32
 PARTS = 'store', 'places'
 
 
@@ -98,12 +100,31 @@ def store(args: argparse.Namespace) -> dict[str, float]:
           ids = [created(opened, name, arrays(0)) for name in made]
         for id in ids:
           opened.delete('ada', id)
-      for stamp in folder.glob('root/CLOSED'):
-        stamp.unlink()
-      with taking(found, f'start_{size}_after_a_crash'):
+      killed(folder)
+      with taking(found, f'start_{size}_after_a_kill'):
         opened = open_store(folder)
-      opened.close()
+      with opened:
+        used = opened.adapters('ada', limit=USED)
+        with taking(found, f'first_use_{size}', len(used)):
+          for adapter in used:
+            opened.adapter('ada', adapter.id)
+        with taking(found, f'comparison_{size}'):
+          opened.retain()
+        opened.delete('ada', opened.by_name('ada', 'killed').id)
   return found
+
+
+def killed(folder: pathlib.Path) -> None:
+  """Let a process open a store and be killed while it changes an adapter that it has created."""
+  from sdpo_jax.serving.store.blobs import LocalBlobs
+  from tests.serving.store.store_cases import arrays, open_store
+
+  if (child := os.fork()) == 0:
+    opened = open_store(folder)
+    adapter, _ = opened.create('ada', 'killed', {}, arrays(0))
+    LocalBlobs.swap = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    opened.commit('ada', adapter.id, 0, arrays(1), reason='feedback', details={})
+  os.waitpid(child, 0)
 
 
 @contextlib.contextmanager

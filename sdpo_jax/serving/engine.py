@@ -10,7 +10,7 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -404,15 +404,29 @@ class Engine:
       ValueError: a request still uses it.
     """
     self._resident.release(lambda weights: weights.version == version)
-    for places, names in (
-      (self._snapshot_places, [version]),
-      (self._slot_places, [version]),
-      (self._teacher_places, [(kind, version) for kind in (_FACTORS, _AVERAGE)]),
-    ):
-      for name in names:
-        places.forget(name)
+    for places, name in self._in_places(version):
+      places.forget(name)
     for name in (version, optimizer_name(version)):
       self._shelf.drop(name)
+
+  def rename(self, version: str, new: str) -> None:
+    """Give a version with an optimizer state a name that no version has; its arrays and copies stay where they are.
+
+    Raises:
+      ValueError: there is a version of that name.
+    """
+    for name, other in ((version, new), (optimizer_name(version), optimizer_name(new))):
+      self._shelf.put(other, self._shelf.get(name))
+      self._shelf.drop(name)
+    self._resident.release(lambda weights: weights.version == version)
+    for (places, name), (_, other) in zip(self._in_places(version), self._in_places(new), strict=True):
+      if name in places:
+        places.rename(name, other)
+
+  def _in_places(self, version: str) -> list[tuple[Places, Hashable]]:
+    """Return the places that a version may have on the devices, each with its name there."""
+    own = [(self._snapshot_places, version), (self._slot_places, version)]
+    return own + [(self._teacher_places, (kind, version)) for kind in (_FACTORS, _AVERAGE)]
 
   # Sampling.
 

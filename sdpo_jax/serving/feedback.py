@@ -126,9 +126,8 @@ def _learn(
   prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
   learning = [each.lesson for each in prepared]
   before = engine_name(adapter.id, adapter.head)
-  new = engine_name(adapter.id, adapter.head + 1)
-  if not commits:  # A name that no version of the adapter ever has.
-    new = f'{before}-trial-{secrets.token_hex(8)}'
+  # A name that no version ever has: until the commit, the next number may become that of another replica's version.
+  new = f'{before}-trial-{secrets.token_hex(8)}'
   with account.spending('feedbacks', 1), account.spending('learned', tokens_learned(learning, update.steps)):
     stages.reach('queued', version=adapter.head, items=len(prepared))
     call.check()
@@ -204,7 +203,7 @@ def _learn(
     'items': items,
     'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},
   }
-  _note(service, adapter, request, answer, last, stages, committed and (committed, state))
+  _note(service, adapter, request, answer, last, stages, new, committed and (committed, state))
   return FeedbackResult(answer, learned.said, moved)
 
 
@@ -397,6 +396,7 @@ def _note(
   answer: Mapping[str, Any],
   stage: str,
   stages: _Stages,
+  new: str,
   committed: tuple[Version, Mapping[str, np.ndarray]] | None,
 ) -> None:
   """Add the feedback to the log in the store, and publish the last stage. Errors are logged but not raised."""
@@ -414,7 +414,7 @@ def _note(
   if committed is not None:  # With its optimizer state, which is written after the answer.
     actions.append(lambda: service.note_state(committed[0], optimizer_states.own(*committed)))
     actions.append(lambda: store.keep_optimizer_state(*committed))
-    actions.append(lambda: worker.stored(committed[0].engine_name))
+    actions.append(lambda: worker.stored(new, committed[0].engine_name))
   if request.mode == 'commit':
     actions.append(lambda: store.note_feedback(adapter.owner, adapter.id, record))
   actions.append(lambda: stages.reach(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))

@@ -141,7 +141,7 @@ class Service(ServiceState):
       if time.monotonic() >= next_pass:
         next_pass = time.monotonic() + TEND_SECONDS
         try:
-          self.store.retain(self.clock())
+          self.store.retain()
         except Exception:  # No request depends on it, and the next pass tries again.
           _logger.exception('The retention settings could not be applied; this is tried again.')
       stopped.wait(_SAVE_SECONDS)

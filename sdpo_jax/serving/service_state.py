@@ -105,7 +105,6 @@ class ServiceState:
     *,
     positions: int | None = None,
     endpoint: Sidecar | None = None,
-    clock: Callable[[], float] = time.time,
   ):
     """Make the state from its parts; `Service.make` makes these from settings.
 
@@ -117,14 +116,13 @@ class ServiceState:
       served: the shape of the adapters.
       positions: the number of positions of the model; None: unknown.
       endpoint: the external teacher for `ask_endpoint`; None: there is none.
-      clock: returns seconds since the epoch.
     """
     self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
     self.settings = config.serve
     self.sizes: EngineSettings = engine_settings(config)
     self.chat = chat_format(config)
-    self.positions, self.endpoint, self.clock = positions, endpoint, clock
-    self.turns, self.events = Turns(), EventLog(clock)
+    self.positions, self.endpoint, self.clock = positions, endpoint, store.clock
+    self.turns, self.events = Turns(), EventLog(store.clock)
     shared = self.settings.http.keys is not None
     # Held while a version is written, and while a feedback is under way.
     self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)

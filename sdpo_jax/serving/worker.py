@@ -111,7 +111,8 @@ class Worker:
     # Those that can be loaded again, least recently used first.
     self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._own: set[str] = set()  # Those that only the engine has.
-    self._stored: collections.deque[str] = collections.deque()  # Those that `load` can read from now on.
+    # Those that `load` can read from now on, with the names by which it does.
+    self._stored: collections.deque[tuple[str, str]] = collections.deque()
     self._rescued: dict[str, Arrays] = {}  # The arrays of `_own` while a new engine is made.
 
   # Life.
@@ -223,7 +224,8 @@ class Worker:
     """Queue a feedback to learn from; once the future is done, the engine has the new version.
 
     If a gradient was not finite, there is no new version. Otherwise only the engine has it: call `stored` after it was
-    stored, or `forget` to discard it.
+    stored, or `forget` to discard it. Its name must be one that `load` never reads, since until then others may store
+    another version by the final name.
 
     Raises:
       Busy: too many requests wait.
@@ -254,9 +256,9 @@ class Worker:
         pass
     return self._load(version)
 
-  def stored(self, version: str) -> None:
-    """Note that `load` can read a version and its optimizer state from now on, so that the engine may drop them."""
-    self._stored += [version, optimizer_name(version)]
+  def stored(self, version: str, name: str) -> None:
+    """Note that `load` can read a version that was learned, by the name that it has from now on."""
+    self._stored.append((version, name))
     self._wake.set()
 
   def forget(self, *versions: str) -> None:
@@ -385,10 +387,14 @@ class Worker:
     """Take new requests from the inbox, and versions that reader threads have loaded."""
     self._wake.clear()
     while self._stored:
-      version = self._stored.popleft()
+      version, name = self._stored.popleft()
       if version in self._own:
-        self._own.remove(version)
-        self._kept[version] = None
+        self._own -= {version, optimizer_name(version)}
+        if name in engine or optimizer_name(name) in engine:  # It was loaded since the commit.
+          engine.forget(version)
+        else:
+          engine.rename(version, name)
+          self._kept |= dict.fromkeys((name, optimizer_name(name)))
     while self._inbox:
       job = self._inbox.popleft()
       if not isinstance(job, ForgetJob):

@@ -241,6 +241,32 @@ def test_what_a_state_leaves_out_is_zero_or_the_factors(model, tmp_path):
   assert 'none@2' not in engine and optimizer_name('none@2') not in engine
 
 
+def test_a_version_that_is_renamed_keeps_its_arrays_and_places(model, tmp_path):
+  engine, other = (start(model, tmp_path / name) for name in ('a', 'b'))
+  engine.learn([feedback('0@0', 'trial', teacher='average')])
+  other.learn([feedback('0@0', '0@1', teacher='average')])
+  row = [([3, 4, 5], [6, 7, 8])]
+  drawn, [scored] = sample(engine, 'trial', seed=7), engine.score('trial', row)
+  before = [engine.arrays(of('trial')) for of in (str, optimizer_name)]
+  with pytest.raises(ValueError, match='1@0 exists already'):
+    engine.rename('trial', '1@0')
+  engine.rename('trial', '0@1')
+  assert not {'trial', optimizer_name('trial')} & set(engine.names)
+  for arrays, of in zip(before, (str, optimizer_name), strict=True):
+    assert all(engine.arrays(of('0@1'))[name] is array for name, array in arrays.items())  # Nothing was copied.
+  assert engine.served('0@1') == len(drawn)  # It has the place to sample from.
+  for one, again in zip(drawn, sample(engine, '0@1', seed=7), strict=True):
+    np.testing.assert_array_equal(one.tokens, again.tokens)
+  np.testing.assert_array_equal(engine.score('0@1', row)[0].log_probs, scored.log_probs)
+  for each in (engine, other):
+    each.learn([feedback('0@1', '0@2', teacher='average')])
+  for of in (str, optimizer_name):
+    for name, array in other.arrays(of('0@2')).items():
+      np.testing.assert_array_equal(engine.arrays(of('0@2'))[name], array)
+  engine.forget('0@1')
+  assert '0@1' not in engine and engine.served('0@1') == 0
+
+
 def test_the_base_scores_as_the_model_without_an_adapter(model, tmp_path):
   policy, base = model
   engine = start(model, tmp_path / 'shelf')

@@ -653,6 +653,28 @@ def test_a_batch_asks_elsewhere_for_several_adapters_at_once_and_for_each_in_ord
   assert feedback.run_batch(ada, entries[:1]) == [holder]
 
 
+def test_no_sample_is_of_a_version_that_is_refused(ada, service, monkeypatch):
+  """Another replica has committed the version of that number, and a sample of that is asked before ours is gone."""
+  adapter, drawn = learned(ada)
+  own, asked = service.store.commit, []
+
+  def refused(owner, id, expected, arrays, **more):
+    own(owner, id, expected, service.store.arrays(ada.version(id, 0)), **more)
+    asked.extend(sample(ada, f'{id}@2', n=2))
+    raise NotHolder('')
+
+  monkeypatch.setattr(service.store, 'commit', refused)
+  with pytest.raises(NotHolder):
+    fed(ada, adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  monkeypatch.undo()
+  assert len(asked) == 2
+  for each in asked:
+    theirs = scored(ada, '', each.prompt_tokens, each.tokens)  # It changes nothing of the model.
+    np.testing.assert_allclose(each.log_probs, theirs.log_probs, atol=2e-5)
+  assert service.worker.known(f'{adapter.id}@1-trial') == []
+  assert fed(ada, adapter.id, 2, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))['version_after'] == 3
+
+
 def test_a_batch_is_a_transaction_for_each(ada):
   adapter, drawn = learned(ada)
   other, _ = ada.create('other')

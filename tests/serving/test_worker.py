@@ -88,6 +88,12 @@ class Stand:
     self._called('drop', version)
     self.versions.pop(version, None)
 
+  def rename(self, version, new):
+    self._called('rename', version, new)
+    for name, other in ((version, new), (optimizer_name(version), optimizer_name(new))):
+      assert other not in self.versions
+      self.versions[other] = self.versions.pop(name)
+
   def forget(self, version):
     self._called('forget', version)
     if self.places[version]:
@@ -577,15 +583,26 @@ def test_versions_that_can_be_read_again_are_dropped(made):
     until(lambda: made.worker.stats['unfinished'] == 0)
   made.worker.score(BASE, [([1], [2])]).result(LONG)
   assert 'own' in made.engine.versions and len(made.engine.versions) <= most + 1
-  made.worker.stored('own')
-  made.store['own'] = {'mine': 1}
+  made.store['20@0'] = {'mine': 1}
+  made.worker.stored('own', '20@0')
+  made.worker.score('20@0', [([1], [2])]).result(LONG)
+  assert made.loads['20@0'] == 0 and 'own' not in made.engine.versions
   for version in range(8):
     made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
   made.worker.score(BASE, [([1], [2])]).result(LONG)
-  assert 'own' not in made.engine.versions
-  assert made.worker.arrays('own') == {'mine': 1}
+  assert '20@0' not in made.engine.versions
+  assert made.worker.arrays('20@0') == {'mine': 1}
   with pytest.raises(NotFound):
     made.worker.arrays('none@0')
+
+
+def test_a_version_that_was_loaded_since_it_was_stored_is_there_once(made):
+  put(made.worker, 'own', {'number': 0})
+  made.worker.score('0@0', [([1], [2])]).result(LONG)
+  made.worker.stored('own', '0@0')
+  made.worker.score('0@0', [([1], [2])]).result(LONG)
+  assert 'own' not in made.engine.versions and made.engine.versions['0@0'] == {'number': 0}
+  assert ('forget', 'own') in made.log and made.loads['0@0'] == 1
 
 
 def test_a_version_is_forgotten_when_nothing_uses_it(made):
@@ -792,17 +809,17 @@ class Client(threading.Thread):
     elif action == 'score':
       self.scored.append((anyone, worker.score(anyone, [([3, 4], [5, 6, 7])], topk=4).result()[0]))
     else:
-      head, new = self.heads[adapter], f'{adapter}@{number + 1}'
+      head, new, own = self.heads[adapter], f'{adapter}@{number + 1}', f'{adapter}-trial-{number}'
       teacher = str(draw.choice(['live', 'average', 'base', f'version:{adapter}@0']))
-      request = feedback(head, new, seed=number, teacher=teacher)
+      request = feedback(head, own, seed=number, teacher=teacher)
       assert worker.learn(request).result().stepped
       if action == 'reject':
-        worker.forget(new)
+        worker.forget(own)
         return
-      for name in (new, optimizer_name(new)):
-        self.store[name] = worker.arrays(name)
-      self.learned.append(request)
-      worker.stored(new)
+      for of in (str, optimizer_name):
+        self.store[of(new)] = worker.arrays(of(own))
+      self.learned.append(dataclasses.replace(request, new=new))
+      worker.stored(own, new)
       self.heads[adapter] = new
 
 

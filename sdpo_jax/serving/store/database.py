@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.records import BEGINNING, AdapterRecord, Ancestor, SampleRecord, Version
 from sdpo_jax.serving.store import migrations
 from sdpo_jax.serving.store.blobs import make_private
@@ -73,17 +74,17 @@ class Database:
     """Make it from connections to a database that has all tables; use `open` instead."""
     self.connections = connections
     self.is_new = is_new  # Whether it knew nothing of the root when it was opened.
-    self.trusted = trusted  # Whether the last process has closed the file and the root together, in order.
+    self.trusted = trusted  # Whether it and the root were last used together.
 
   @classmethod
-  def open(cls, place: str | os.PathLike, root: str, stamp: str | None = None) -> Database:
+  def open(cls, place: str | os.PathLike, root: str, stamp: str = '') -> Database:
     """Open a database, or make a new one.
 
     Args:
       place: a local file, which no other process may use and which is moved aside and replaced by a new one if it is
         damaged or belongs to another root; or postgresql://….
       root: the id of the root that it belongs to.
-      stamp: the stamp of the root's last orderly end; None: it has none.
+      stamp: the stamp of the root; empty: it has none.
 
     Raises:
       UserError: a later version of sdpo_jax has written it, it is in PostgreSQL and belongs to another root, or it can
@@ -133,7 +134,10 @@ class Database:
       return []
 
   def check(self) -> None:
-    """Write what is there already; raises StorageFailed if it cannot be written."""
+    """Write what is there already; raises StorageFailed if it cannot be written, or a local file is damaged."""
+    if not self.shared and self.read('PRAGMA quick_check(1)') != [('ok',)]:
+      self.connections.failed = True
+      raise StorageFailed(f'{self.connections.name} is damaged: restart the service, which rebuilds it from the root.')
     with self.writing(full=True) as rows:
       rows.execute('UPDATE meta SET root = root')
     self.connections.failed = False
@@ -144,7 +148,7 @@ class Database:
     return any(self.read(f'SELECT 1 FROM {table} LIMIT 1') for table in tables)
 
   def put_stamp(self, stamp: str) -> None:
-    """Store the stamp of an orderly end, for the next start."""
+    """Store a stamp in the place of the last one."""
     with self.writing(full=True) as rows:
       rows.execute('DELETE FROM closings')
       put(rows, 'closings', {'stamp': stamp})
@@ -236,9 +240,9 @@ class Database:
     rows = self.read(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
     return _known_version(rows[0]) if rows else None
 
-  def damaged(self) -> set[str]:
-    """Return the ids of the adapters with a damaged version."""
-    return {adapter for (adapter,) in self.read('SELECT adapter FROM versions WHERE damaged IS NOT NULL')}
+  def is_damaged(self, adapter: str) -> bool:
+    """Return whether an adapter has a damaged version."""
+    return bool(self.read('SELECT 1 FROM versions WHERE adapter = ? AND damaged IS NOT NULL LIMIT 1', (adapter,)))
 
   def put_version(self, rows: Rows, manifest: VersionManifest) -> None:
     """Insert or replace a version."""
@@ -261,14 +265,9 @@ class Database:
 
   # Intents.
 
-  def intents(self) -> dict[str, str]:
-    """Return the folder names of versions whose commit may not have ended, by the id of their adapter."""
-    return dict(self.read('SELECT adapter, version FROM intents'))
-
-  def intent(self, adapter: str) -> tuple[str, str] | None:
-    """Return the folder of an adapter, and that of a version whose commit may not have ended; None: there is none."""
-    rows = self.read('SELECT folder, version FROM intents WHERE adapter = ?', (adapter,))
-    return rows[0] if rows else None
+  def intents(self) -> dict[str, tuple[str, str]]:
+    """Return, by id, the folders of adapters with a change that may not have ended, and that of a version or ''."""
+    return {id: (folder, version) for id, folder, version in self.read('SELECT adapter, folder, version FROM intents')}
 
   def put_intent(self, rows: Rows, adapter: str, folder: str, version: str = '') -> None:
     """Store the intent to commit a version, by its folder name, or to change HEAD otherwise; replaces an older one."""
@@ -434,7 +433,7 @@ def _known_version(row: tuple) -> KnownVersion:
   return KnownVersion(number, VersionManifest(version, previous, request, {}), None)
 
 
-def _open_file(path: pathlib.Path, root: str, stamp: str | None) -> Database | None:
+def _open_file(path: pathlib.Path, root: str, stamp: str) -> Database | None:
   """Open an existing file; None: it was not completed, or it cannot be used and was moved aside."""
   with contextlib.ExitStack() as closing:
     try:
@@ -457,7 +456,7 @@ def _open_file(path: pathlib.Path, root: str, stamp: str | None) -> Database | N
           'file, which is then rebuilt from the root.'
         )
       stamps = connection.raw.execute('SELECT stamp FROM closings').fetchall()
-      trusted = stamp is not None and stamps == [(stamp,)]
+      trusted = stamp != '' and stamps == [(stamp,)]
       if not trusted and connection.raw.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         raise ValueError('it is damaged')
       if connection.raw.execute('SELECT root FROM meta').fetchall() != [(root,)]:

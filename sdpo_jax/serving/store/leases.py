@@ -42,6 +42,7 @@ class Leases:
     self._lock = threading.Lock()  # Guards the fields below against other writers.
     self._held: dict[str, int] = {}  # Epochs by key.
     self.drained = False  # Whether no lease is kept for long any more.
+    self.ahead = 0.0  # Seconds by which the database's clock is ahead of this one.
     self.valid_until = 0.0  # The time.monotonic() until which they are surely not taken over.
     self._renew()
     self.stopped = threading.Event()
@@ -83,11 +84,12 @@ class Leases:
   def _renew(self) -> None:
     began = time.monotonic()
     with self._database.writing(full=True) as rows:
-      rows.execute(
+      [(expires,)] = rows.execute(
         f'INSERT INTO replicas (id, url, expires) VALUES (?, ?, {_NOW} + ?) '
-        'ON CONFLICT (id) DO UPDATE SET expires = excluded.expires',
+        'ON CONFLICT (id) DO UPDATE SET expires = excluded.expires RETURNING expires',
         (self.replica, self._url, LIFETIME),
-      )
+      ).fetchall()
+      self.ahead = expires - LIFETIME - time.time()
       if began >= self.valid_until:  # Others may have taken some.
         found = rows.execute('SELECT adapter, epoch FROM leases WHERE replica = ?', (self.replica,)).fetchall()
         left = {key for key, epoch in found if self._held.get(key) == epoch}

@@ -1,6 +1,6 @@
 """The store of the service: adapters, their versions, samples, requests and feedback.
 
-A version is committed in this order: its files, its manifest, an intent in the database, HEAD by compare-and-swap, the
+A version is committed in this order: an intent in the database, its files, its manifest, HEAD by compare-and-swap, the
 rows of the database. It exists once HEAD has moved; what a process leaves that dies before is never visible.
 """
 
@@ -112,7 +112,8 @@ class Store:
     leases: Leases | None = None,
   ):
     """Make a store from open parts; use `open` instead."""
-    self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
+    self.blobs, self.database, self.base, self.retention = blobs, database, base, retention
+    self.clock = clock if leases is None else lambda: clock() + leases.ahead  # Replicas have one time.
     self._held, self.leases = held, leases
     self._replica = '' if leases is None else leases.replica
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
@@ -123,9 +124,10 @@ class Store:
     self._changes = 0  # Changes of adapters that are under way.
     self._need = sum(4 * math.prod(shape) for shape in base.shapes.values())  # About the bytes of a version.
     self._look_again = 0.0  # When `unwritable` may try to write again.
-    self._remains = False  # Whether files of a failed commit could not be removed.
     self._undropped: list[IdempotentRequest] = []  # Requests that have ended, and whose rows could not be dropped.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
+    # The adapters that were compared with the root since a start after a crash; None: there is no need to.
+    self._compared: set[str] | None = None
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
     # By the id of their adapter, the newest optimizer states that are not written yet.
     self._states: dict[str, tuple[Version, Arrays]] = {}
@@ -176,7 +178,8 @@ class Store:
         _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
         identity = _identify(blobs, base)
-        rows = Database.open(database, identity, store_recovery.take_stamp(blobs))
+        stamp = store_recovery.take_stamp(blobs)
+        rows = Database.open(database, identity, stamp)
         held.callback(rows.close)
         leases = Leases(rows, url) if rows.shared else None
         if leases is not None:
@@ -184,6 +187,9 @@ class Store:
         store = cls(blobs, rows, base, retention, clock, held, leases)
         with contextlib.nullcontext() if leases is None else leases.filling(identity):
           store._lost.update(store_recovery.recover(blobs, rows, clock()))
+        store._compared = set() if rows.trusted and stamp.startswith(store_recovery.OPEN) else None
+        if not store._lost:
+          store_recovery.leave_stamp(blobs, rows, store_recovery.OPEN)
         store._closed = False
       except (StorageFailed, NotHolder) as error:
         raise UserError(f'The store cannot be opened: {error}') from error
@@ -193,15 +199,17 @@ class Store:
   def close(self) -> None:
     """Write the optimizer states that wait, close the files and release the locks.
 
-    If all is in order, the next start need not read the root.
+    If all is in order, the next start reads nothing of the root.
     """
     self._writer.shutdown()
     with self._lock:
       closed, self._closed = self._closed, True
-      orderly = not (self._changes or self._doubtful or self._lost or self._under_way or self._remains)
-    if orderly and not closed:
-      with contextlib.suppress(StorageFailed, LostSwapError):
-        store_recovery.leave_stamp(self.blobs, self.database)
+      settled = self._compared is None and not (self._changes or self._doubtful or self._lost or self._under_way)
+    with contextlib.suppress(StorageFailed):
+      if self.database.failed and not closed:  # The next start finds out whether it is damaged.
+        store_recovery.take_stamp(self.blobs)
+      elif settled and not (closed or self.blobs.failed or self.database.unfinished()):
+        store_recovery.leave_stamp(self.blobs, self.database, store_recovery.CLOSED)
     self._held.close()
 
   def unwritable(self) -> str:
@@ -335,7 +343,7 @@ class Store:
       if gone:
         with contextlib.suppress(StorageFailed):  # The settings have changed; the next access removes the files.
           folder, _ = self._place(id)
-          self._remove(owner, id, folder, [key for key, of in self._listed(folder) if str(of.number) in gone])
+          self._remove(id, folder, [key for key, of in self._listed(folder) if str(of.number) in gone])
       return adapter
 
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:
@@ -361,7 +369,7 @@ class Store:
         if self.leases is not None and self._lost_of(owner, id) is None:
           self._end_head(owner, id, adapter.head)
       finally:
-        self._doubt(owner, id)  # Until everything is erased.
+        self._doubt(id, folder)  # Until everything is erased.
       with contextlib.suppress(FileExistsError):
         self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
       store_recovery.erase(self.blobs, self.database, folder, id)
@@ -563,6 +571,18 @@ class Store:
       with self._lock:
         self._doubtful.pop(id, None)
 
+  def _compare_all(self) -> None:
+    """After a crash, compare all adapters with the root, and find those that only the root has."""
+    self.database.check()
+    places = store_recovery.all_places(self.blobs, self.database)
+
+    def visit(id: str) -> None:  # One at a time, since whoever lists adapters settles all that are in doubt.
+      self._doubt(id, places[id].folder)
+      self._settle(id)
+
+    self._each(places, visit)
+    self._compared = None
+
   def _each(self, ids: Iterable[str], do: Callable[[str], None]) -> None:
     """Do something with adapters; one that fails keeps no other from it, and is reported at the end."""
     failed = None
@@ -587,6 +607,8 @@ class Store:
     now = self.clock() if now is None else now
     removed, failed = 0, None
     self.settle_doubtful()
+    if self._compared is not None:
+      self._compare_all()
     if self.leases is not None:
       self._adopt()
       self.leases.forget_dead()
@@ -631,18 +653,18 @@ class Store:
     listed = [(key, of) for key, of in self._listed(folder) if str(of.number) not in head.pinned]
     old = [(key, of) for key, of in listed if 0 < of.number < first]
     moments = [key for key, _ in listed if key.endswith(versions.MOMENTS)] if is_idle else []
-    self._remove(adapter.owner, adapter.id, folder, {*moments, *(key for key, _ in old)})
+    self._remove(adapter.id, folder, {*moments, *(key for key, _ in old)})
     if is_idle:
       with self.database.writing() as rows:
         put(rows, 'shrunk', {'adapter': adapter.id, 'head': adapter.head}, key='adapter')
     return len({of.version for _, of in old})
 
-  def _remove(self, owner: str, id: str, folder: str, keys: Iterable[str]) -> None:
+  def _remove(self, id: str, folder: str, keys: Iterable[str]) -> None:
     """Remove blobs of versions that the HEAD of an adapter does not lead to any more."""
     try:
       self.blobs.delete(keys, folder)
     except StorageFailed:
-      self._doubt(owner, id)  # The remaining blobs are garbage, which `_settle` removes.
+      self._doubt(id, folder)  # The remaining blobs are garbage, which `_settle` removes.
       raise
 
   def _listed(self, folder: str) -> Iterator[tuple[str, BlobKey]]:
@@ -682,12 +704,12 @@ class Store:
     )
     place = f'{folder}/versions/{manifest.folder}'
     try:
+      with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
+        self.database.put_intent(rows, adapter.id, folder, manifest.folder)
       stored = files if seed is None else {}
       self.blobs.put_new(place, stored, last={versions.MANIFEST: content})
       with self._lock:
         self._written += sum(map(len, (*stored.values(), content)))
-      with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
-        self.database.put_intent(rows, adapter.id, folder, manifest.folder)
     except BaseException:
       self._discard(adapter.id, folder, manifest)
       raise
@@ -711,23 +733,23 @@ class Store:
     adapter, content = head.adapter, versions.write_head(head)
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     number = None if manifest is None else manifest.version.number
-    if manifest is None and self.leases is not None:  # As for a version: if this replica dies, others look at HEAD.
+    if manifest is None:  # As for a version: if this process dies, the next one or another replica looks at HEAD.
       with self._fenced(adapter.id) as rows:
         self.database.put_intent(rows, adapter.id, folder)
     try:
       self.blobs.swap(f'{folder}/{versions.HEAD}', content, tagged)
     except LostSwapError:
-      self._doubt(adapter.owner, adapter.id)
+      self._doubt(adapter.id, folder)
       if not self._leads_to(folder, manifest):  # Else it was moved, although the answer was lost, and then again.
         if manifest is not None:
           self._discard(adapter.id, folder, manifest)
         raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
     except StorageFailed:
-      self._doubt(adapter.owner, adapter.id)
+      self._doubt(adapter.id, folder)
       if not self._has_moved(adapter, content):
         raise
     except BaseException:
-      self._doubt(adapter.owner, adapter.id)
+      self._doubt(adapter.id, folder)
       raise
     try:
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (tagged is None)) as rows:
@@ -739,12 +761,14 @@ class Store:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
     except (StorageFailed, NotHolder) as error:
       if tagged is None and isinstance(error, NotHolder):  # Whoever has it now has taken it for unfinished.
+        with contextlib.suppress(ServiceError):  # If so, there is a tombstone, and nothing may stay beside it.
+          self._re_read(adapter.id, folder)
         raise
       # HEAD has moved, so the version exists. The database follows when it can be written again.
       _logger.warning(
         '%s is at version %d, but the database could not be updated yet: %s', adapter.id, adapter.head, error
       )
-      self._doubt(adapter.owner, adapter.id)
+      self._doubt(adapter.id, folder)
 
   def _leads_to(self, folder: str, manifest: VersionManifest | None) -> bool:
     """Return whether HEAD leads to a version, after moving it there was refused.
@@ -775,7 +799,7 @@ class Store:
       return False
 
   def _discard(self, id: str, folder: str, manifest: VersionManifest) -> None:
-    """Remove the files of an uncommitted version; the next start removes what cannot be removed now."""
+    """Remove the files of an uncommitted version; what cannot be removed now is before the next change."""
     names = (*versions.PEFT_FILES, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     try:
@@ -783,7 +807,7 @@ class Store:
       with self.database.writing() as rows:
         self.database.drop_intent(rows, id, manifest.folder)
     except StorageFailed:
-      self._remains = True
+      self._doubt(id, folder)
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
     """Return an adapter's HEAD, parsed and as a tagged blob; raises VersionConflict for another version."""
@@ -792,7 +816,7 @@ class Store:
     key = f'{folder}/{versions.HEAD}'
     tagged = self.blobs.tagged(key)
     if tagged is None or versions.tag_of(tagged.content) != known.tag:
-      self._doubt(owner, id)
+      self._doubt(id, folder)
       self._known(owner, id)
       tagged = self.blobs.tagged(key)
       if tagged is None:
@@ -823,10 +847,13 @@ class Store:
       raise NotFound(f'There is no adapter {id}.')
     return versions.adapter_folder(known.head.adapter.owner, id), known
 
-  # Entries of the database, which are in doubt after a failed write.
+  # Entries of the database, which are in doubt after a failed write or a crash.
 
   def _known(self, owner: str, id: str) -> Known:
     """Return the database entry of an owner's adapter; raises NotFound if there is none."""
+    if (compared := self._compared) is not None and id not in compared and (found := self.database.known(id)):
+      self._doubt(id, versions.adapter_folder(found.head.adapter.owner, id))
+      compared.add(id)
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
       self._settle(id)
     known = self.database.known(id)
@@ -844,9 +871,9 @@ class Store:
       with contextlib.suppress(NotFound, Damaged):
         self._known(owner, id)
 
-  def _doubt(self, owner: str, id: str) -> None:
+  def _doubt(self, id: str, folder: str) -> None:
     with self._lock:
-      self._doubtful[id] = versions.adapter_folder(owner, id)
+      self._doubtful[id] = folder
 
   def _lost_of(self, owner: str, id: str) -> str | None:
     with self._lock:
@@ -923,7 +950,7 @@ class Store:
 
   def _fence_off(self, id: str, epoch: int) -> None:
     """Write a new epoch into HEAD, so that a former holder cannot move it any more, and settle what that has left."""
-    known, intent = self.database.known(id), self.database.intent(id)
+    known, intent = self.database.known(id), self.database.intents().get(id)
     if known is None and intent is None:
       return
     folder = intent[0] if known is None else versions.adapter_folder(known.head.adapter.owner, id)
@@ -948,7 +975,7 @@ class Store:
   def _re_read(self, id: str, folder: str) -> None:
     """Settle an adapter; raises NotHolder if another replica has taken it over meanwhile."""
     check = None if self.leases is None else self.leases.check
-    store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check)
+    store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check, writing=id in self._states)
     with self._lock:
       self._doubtful.pop(id, None)
 
@@ -1026,6 +1053,7 @@ class Store:
     row = self.database.request(owner, id.key) if replica else None
     if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
       self._adopt(owner)  # Likewise.
+    request = IdempotentRequest(owner, id)
     with contextlib.ExitStack() as begun:
       with self.database.writing(full=bool(replica), alone=f'request {id.key}') as rows:
         row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
@@ -1046,9 +1074,11 @@ class Store:
         self.database.put_request(rows, owner, id.key, row)
         with self._lock:
           self._under_way.add((owner, id.key))
-        begun.callback(self._end, IdempotentRequest(owner, id))  # Unless the transaction succeeds.
+        # Unless the transaction succeeds. If that is unknown, its row would keep other replicas waiting.
+        begun.callback(self._undropped.append, request)
+        begun.callback(self._end, request)
       begun.pop_all()
-    return IdempotentRequest(owner, id)
+    return request
 
   def about(self, request: IdempotentRequest, adapter: str) -> None:
     """Store which adapter a request is about, so that its response is erased with the adapter."""

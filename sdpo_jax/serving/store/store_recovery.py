@@ -1,9 +1,11 @@
 """Recovery: rebuilds the database from the root, and cleans up after interrupted commits and deletions.
 
 HEAD is the source of truth: versions that the HEAD of their adapter leads to exist, whatever the database says; all
-others are garbage. Only after an orderly end the database of a local root is believed without reading the root: then
-both have the same stamp, which the start takes from the root before anything changes. A copy of either from another
-time has another stamp or none. Whoever changes a root by hand removes its file CLOSED.
+others are garbage. The database of a local root is believed at the start if both have the same stamp, which every start
+and every orderly end renews: a copy of either from another time has another stamp or none. After an orderly end,
+nothing of the root is read. After a crash, the start reads the adapters whose change has an intent, which is written
+before anything else, and each other one is read when it is first used, or by the next retention. Whoever changes a root
+by hand removes its file STAMP.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
 ABANDONED = 3600.0  # Seconds after which a commit to an object store, by any process, has surely ended.
-CLOSED = 'CLOSED'  # The blob with the stamp of an orderly end.
+STAMP = 'STAMP'  # The blob with the stamp that a root has in common with its database.
+OPEN, CLOSED = 'open', 'closed'  # What stamps begin with: while a process has the store open, and after an orderly end.
 SHOWN = 3  # The most file names in a warning.
 
 
@@ -56,24 +59,24 @@ class _Found:
   damaged: Mapping[int, str]
 
 
-def take_stamp(blobs: Blobs) -> str | None:
-  """Remove the stamp of the last orderly end from a root, and return it; None: there is none.
+def take_stamp(blobs: Blobs) -> str:
+  """Remove the stamp from a root, and return it; empty: it has none.
 
   Other processes may write to an object store with databases of their own, so it never has one.
   """
-  found = blobs.tagged(CLOSED) if is_local(blobs.name) else None
+  found = blobs.tagged(STAMP) if is_local(blobs.name) else None
   if found is None:
-    return None
-  blobs.delete([CLOSED], '')
+    return ''
+  blobs.delete([STAMP], '')
   return found.content.decode('ascii', 'replace').strip()
 
 
-def leave_stamp(blobs: Blobs, database: Database) -> None:
-  """Stamp a root and its database, unless the next start has something to do; nobody may write any more."""
-  if is_local(blobs.name) and not (blobs.failed or database.failed or database.unfinished()):
-    stamp = secrets.token_hex(16)
+def leave_stamp(blobs: Blobs, database: Database, state: str) -> None:
+  """Give a local root and its database a new stamp; `state` is `OPEN` or `CLOSED`."""
+  if is_local(blobs.name):
+    stamp = f'{state} {secrets.token_hex(16)}'
     database.put_stamp(stamp)
-    blobs.swap(CLOSED, f'{stamp}\n'.encode(), None)
+    blobs.put(STAMP, f'{stamp}\n'.encode())
 
 
 def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str, str]]:
@@ -90,23 +93,22 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
   Raises:
     StorageFailed: the root or the database cannot be read or written.
   """
-  lost = {}
   if not database.trusted:
-    places = _places(blobs, 'users')
-    for known in database.all_known():
-      adapter = known.head.adapter
-      places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
-    lost = _put_right(blobs, database, places.values(), now, writing=False)
+    places = all_places(blobs, database)
+  else:
+    begun = {} if database.shared else database.intents()  # Replicas look after each other's.
+    places = {id: _places(blobs, folder).get(id, _Place(folder, id)) for id, (folder, _) in begun.items()}
+  lost = _put_right(blobs, database, places.values(), now, writing=False)
   with database.writing(full=True) as rows:
     if not database.shared:  # Others may have some in progress.
       database.drop_open_requests(rows)
   return lost
 
 
-Check = Callable[[Rows, str], None]
+Check = Callable[[Rows, str], None] | None
 
 
-def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, check: Check | None) -> None:
+def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, check: Check, writing: bool) -> None:
   """Recover one adapter, as `recover` does for all; no other thread may use the adapter meanwhile.
 
   Args:
@@ -117,12 +119,13 @@ def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, c
     now: seconds since the epoch.
     check: raises an error, in a transaction, if the adapter is another replica's; then nothing is changed any more.
       What is removed was listed before, and so is not of that replica. None: there are no replicas.
+    writing: whether this process may be writing an optimizer state of the adapter; replicas always may.
 
   Raises:
     Damaged: its HEAD cannot be read, and the database does not know it.
   """
-  place = _places(blobs, folder).get(id, _Place(folder, id))
-  for _, why in _put_right(blobs, database, [place], now, writing=True, check=check).values():
+  place, writing = _places(blobs, folder).get(id, _Place(folder, id)), writing or database.shared
+  for _, why in _put_right(blobs, database, [place], now, writing=writing, check=check).values():
     raise Damaged(why)
 
 
@@ -147,6 +150,15 @@ def no_head(blobs: Blobs, folder: str) -> Damaged:
   )
 
 
+def all_places(blobs: Blobs, database: Database) -> dict[str, _Place]:
+  """Return the blobs of all adapters that the root or the database has, by id."""
+  places = _places(blobs, 'users')
+  for known in database.all_known():
+    adapter = known.head.adapter
+    places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
+  return places
+
+
 def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
   """Return the blobs below a folder, grouped by the id of their adapter."""
   places: dict[str, _Place] = {}
@@ -169,7 +181,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(
-  blobs: Blobs, database: Database, places: Iterable[_Place], now: float, *, writing: bool, check: Check | None = None
+  blobs: Blobs, database: Database, places: Iterable[_Place], now: float, *, writing: bool, check: Check = None
 ) -> dict[str, tuple[str, str]]:
   """Bring the database in line with the files of adapters; returns as `recover`.
 
@@ -182,7 +194,6 @@ def _put_right(
     check: see `settle`.
   """
   intents = database.intents()
-  damaged = database.damaged()
   lost: dict[str, tuple[str, str]] = {}
   kept, wanted = [], []
   for place in places:
@@ -201,7 +212,7 @@ def _put_right(
 
   def read(item: tuple[_Place, Known | None]) -> _Found | Damaged | None:
     place, known = item
-    again = known is None or place.id in intents or place.id in damaged
+    again = known is None or place.id in intents or database.is_damaged(place.id)
     try:
       return _read(blobs, database, place, None if again else known)
     except Damaged as error:
@@ -233,13 +244,13 @@ def _put_right(
     if check is not None:
       with database.writing() as rows:
         check(rows, place.id)
-    ours = {intents[place.id]} if place.id in intents else set()
+    ours = {intents[place.id][1]} if place.id in intents else set()
     _remove_garbage(blobs, database, place, ours, now, writing=writing)
   stale = intents.keys() & {place.id for place in kept}
   if stale:
     with database.writing(full=True) as rows:
       for id in stale:
-        database.drop_intent(rows, id, intents[id])
+        database.drop_intent(rows, id, intents[id][1])
   return lost
 
 
@@ -297,7 +308,7 @@ def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> V
   return found[0]
 
 
-def _note(database: Database, found: Iterable[_Found], check: Check | None) -> None:
+def _note(database: Database, found: Iterable[_Found], check: Check) -> None:
   with database.writing(full=True) as rows:
     for one in found:
       adapter = one.head.adapter

@@ -77,7 +77,7 @@ def promised(operations) -> list[tuple[dict, dict]]:
 def check_versions(store, state) -> None:
   """All versions that a store names can be read, and are what was committed; there is nothing else in the root."""
   assert store.problems == []
-  files = {'BASE'} if places.replicated() else {'BASE', 'LOCK'}
+  files = {'BASE'} if places.replicated() else {'BASE', 'LOCK', 'STAMP'}
   for id, adapter in state.items():
     folder = versions.adapter_folder(adapter['owner'], id)
     files.add(f'{folder}/HEAD')

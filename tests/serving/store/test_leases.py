@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import threading
+import time
 import types
 
 import pytest
@@ -14,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Busy, InFlight, InvalidRequest, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.service import Service
-from sdpo_jax.serving.store import migrations, versions
+from sdpo_jax.serving.store import leases, migrations, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
@@ -32,7 +34,7 @@ class Replicas:
   """Replicas of one service in this process."""
 
   def __init__(self, server):
-    self.database, self.root = server.url(), f'memory://{id(self)}'
+    self.database, self.root = server.url(), f'memory://{secrets.token_hex(8)}'
     self._open = contextlib.ExitStack()
 
   def start(self, name: str, **more) -> Store:
@@ -314,6 +316,26 @@ def test_what_a_dead_replica_was_doing_is_put_right_by_retention(replicas, monke
   assert count > 6 and keys == ['TOMBSTONE']
 
 
+def test_a_slow_creation_that_was_taken_for_unfinished_leaves_nothing(replicas, monkeypatch):
+  slow, new = replicas.start('slow'), replicas.start('new')
+  real = RemoteBlobs.put_new
+
+  def paused(blobs, *given, **more):
+    if blobs is slow.blobs:  # Nothing is there but the intent.
+      monkeypatch.undo()
+      replicas.lose(slow)
+      new.create('ada', 'other', {}, arrays(0))
+    return real(blobs, *given, **more)
+
+  monkeypatch.setattr(RemoteBlobs, 'put_new', paused)
+  with pytest.raises(NotHolder):
+    slow.create('ada', 'mine', {}, arrays(0))
+  [other] = new.adapters('ada')
+  assert other.name == 'other'
+  left = [entry.key.rpartition('/')[2] for entry in new.blobs.list('users') if other.id not in entry.key]
+  assert left == ['TOMBSTONE']
+
+
 def test_settings_that_a_dead_replica_was_changing_are_those_of_head(replicas, monkeypatch):
   reader, seen = replicas.start('reader'), []
   for count in range(100):
@@ -410,6 +432,35 @@ def test_requests_have_one_answer_over_replicas(replicas):
   assert one.database.request('ada', one.begin('ada', 'dead', 'another body').id.key).replica == one.leases.replica
 
 
+def test_a_request_whose_row_is_there_although_writing_it_has_failed_can_be_sent_to_another_replica(
+  replicas, monkeypatch
+):
+  one, other = replicas.start('one'), replicas.start('other')
+  real = one.database.writing
+
+  @contextlib.contextmanager
+  def unanswered(**more):
+    with real(**more) as rows:
+      yield rows
+    raise StorageFailed('The connection was lost.')
+
+  for key in ('key', 'again'):
+    with monkeypatch.context() as patched:
+      patched.setattr(one.database, 'writing', unanswered)
+      with pytest.raises(StorageFailed):
+        one.begin('ada', key, 'body')
+    with pytest.raises(InFlight):
+      other.begin('ada', key, 'body')
+  running = one.begin('ada', 'again', 'body')
+  one.settle_doubtful()
+  other.abandon(other.begin('ada', 'key', 'another body'))
+  with pytest.raises(InFlight):
+    other.begin('ada', 'again', 'body')
+  one.finish(running, 200, b'{}')
+  one.settle_doubtful()
+  assert other.begin('ada', 'again', 'body') == StoredResponse(200, b'{}', None, None)
+
+
 def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replicas):
   slow, new, third = (replicas.start(name) for name in ('slow', 'new', 'third'))
   begun = slow.begin('ada', 'key', 'body')
@@ -421,6 +472,15 @@ def test_a_slow_replica_does_not_end_a_request_that_another_one_runs_now(replica
     third.begin('ada', 'key', 'body')
   new.finish(again, 200, b'{}')
   assert third.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
+
+
+def test_a_replica_whose_clock_is_wrong_removes_nothing_too_early(replicas, monkeypatch):
+  one = replicas.start('one')
+  one.finish(one.begin('ada', 'key', 'body'), 200, b'{}')
+  wrong = types.SimpleNamespace(**vars(time) | {'time': lambda: time.time() + 1e6})
+  monkeypatch.setattr(leases, 'time', wrong)
+  assert replicas.start('wrong', clock=wrong.time).retain().requests == 0
+  assert one.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
 
 
 def test_what_the_database_has_missed_follows_without_a_request(replicas, monkeypatch):

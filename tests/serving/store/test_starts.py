@@ -1,18 +1,20 @@
-"""The start of a store: what the last process has closed in order is believed, and everything else is read."""
+"""The start of a store: what the last process has left together is believed, and everything else is read."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from sdpo_jax.serving.errors import Damaged, StorageFailed
+from sdpo_jax.serving.errors import Damaged, NotFound, StorageFailed
 from sdpo_jax.serving.store import store_recovery, versions
 from sdpo_jax.serving.store.blobs import LocalBlobs
 from sdpo_jax.serving.store.database import Database
@@ -64,6 +66,39 @@ def is_at(folder: pathlib.Path, number: int) -> bool:
     return store.database.trusted
 
 
+def killed(folder: pathlib.Path) -> None:
+  """Let a process commit to the adapter of a store, and be killed."""
+  command = [sys.executable, '-c', KILLED, str(folder)]
+  ran = subprocess.run(command, env=tiny.environment(), cwd=tiny.REPOSITORY, check=False)
+  assert ran.returncode == -signal.SIGKILL
+
+
+def left_within(folder: pathlib.Path, change) -> pathlib.Path:
+  """Return a folder with what a process leaves that is killed in a change, once HEAD has moved."""
+  left, own = folder.with_name(f'{folder.name}-left'), LocalBlobs.swap
+
+  def swap(*given):
+    own(*given)
+    shutil.copytree(folder, left)
+
+  with pytest.MonkeyPatch.context() as patched, open_store(folder) as store:
+    patched.setattr(LocalBlobs, 'swap', swap)
+    change(store, store.by_name('ada', 'mine'))
+  return left
+
+
+CHANGES = {
+  'commit': lambda store, mine: store.commit('ada', mine.id, 1, arrays(2), reason='feedback', details={}),
+  'settings': lambda store, mine: store.change_settings('ada', mine.id, 1, {'x': 1}),
+  'create': lambda store, mine: store.create('ada', 'new', {}, arrays(0)),
+}
+
+
+def stamp_of(folder: pathlib.Path) -> str:
+  """Return what the stamp of a root begins with."""
+  return (folder / 'root' / store_recovery.STAMP).read_text().split()[0]
+
+
 def put_back(folder: pathlib.Path, part: str, copy: pathlib.Path) -> None:
   shutil.rmtree(folder / part)
   shutil.copytree(copy / part, folder / part)
@@ -75,7 +110,7 @@ def test_a_root_put_back_after_a_kill_is_read(tmp_path, how):
   live, copy = tmp_path / 'live', tmp_path / 'copy'
   grown(live, 1)
   shutil.copytree(live, copy)
-  subprocess.run([sys.executable, '-c', KILLED, str(live)], env=tiny.environment(), cwd=tiny.REPOSITORY, check=False)
+  killed(live)
   if how == 'replaced':
     put_back(live, 'root', copy)
   else:
@@ -88,18 +123,82 @@ def test_after_an_orderly_end_nothing_of_the_root_is_read(tmp_path, heads_read):
   heads_read.clear()
   assert is_at(tmp_path, 2) and heads_read == []
   assert is_at(tmp_path, 2)  # The stamp is taken at the start, and left again.
-  (tmp_path / 'root' / store_recovery.CLOSED).unlink()
+  (tmp_path / 'root' / store_recovery.STAMP).unlink()
   assert not is_at(tmp_path, 2) and heads_read
+  assert stamp_of(tmp_path) == store_recovery.CLOSED
 
 
-def test_a_killed_process_leaves_no_stamp(tmp_path):
+def test_a_killed_process_leaves_a_stamp(tmp_path):
   grown(tmp_path, 1)
-  ran = subprocess.run(
-    [sys.executable, '-c', KILLED, str(tmp_path)], env=tiny.environment(), cwd=tiny.REPOSITORY, check=False
-  )
-  assert ran.returncode == -signal.SIGKILL
-  assert not is_at(tmp_path, 2)
+  killed(tmp_path)
+  assert stamp_of(tmp_path) == store_recovery.OPEN
   assert is_at(tmp_path, 2)
+
+
+@pytest.mark.parametrize('what', CHANGES)
+def test_after_a_kill_the_start_reads_what_was_under_way_and_the_first_use_the_rest(tmp_path, heads_read, what):
+  mine = grown(tmp_path / 'store', 1)
+  with open_store(tmp_path / 'store') as store:
+    other = store.create('ada', 'other', {}, arrays(0))[0].id
+  left = left_within(tmp_path / 'store', CHANGES[what])
+  heads_read.clear()
+  with open_store(left) as store:
+    assert store.database.trusted and not any(other in name for name in heads_read)
+    assert any(mine in name for name in heads_read) == (what != 'create')
+    listed = {adapter.name: adapter for adapter in store.adapters('ada')}  # Right at once.
+    assert listed['mine'].head == 1 + (what == 'commit') and ('new' in listed) == (what == 'create')
+    assert listed['mine'].settings == ({'x': 1} if what == 'settings' else {})
+    for adapter in listed.values():
+      heads_read.clear()
+      assert store.adapter('ada', adapter.id) == adapter
+      assert any(adapter.id in name for name in heads_read)
+      heads_read.clear()
+      assert store.adapter('ada', adapter.id) == adapter and heads_read == []
+  assert stamp_of(left) == store_recovery.OPEN  # Nobody has looked whether the root has more.
+  with open_store(left) as store:
+    store.retain()
+  heads_read.clear()
+  with open_store(left) as store:
+    assert store.adapter('ada', other).head == 0 and heads_read == []
+
+
+def test_what_a_kill_has_left_beside_versions_is_removed_when_the_adapter_is_used(tmp_path):
+  id = grown(tmp_path / 'store', 1)
+  left = left_within(tmp_path / 'store', CHANGES['create'])
+  folder = left / 'root' / versions.adapter_folder('ada', id)
+  partial = next(folder.glob('versions/00000001-*')) / f'.{"0" * 16}.partial'
+  partial.write_bytes(b'an optimizer state')
+  with open_store(left) as store:
+    assert partial.exists()
+    assert store.adapter('ada', id).head == 1 and not partial.exists()
+
+
+def test_what_only_the_root_has_after_a_kill_is_found(tmp_path):
+  """As if the database were an older copy of the same process."""
+  mine = grown(tmp_path / 'store', 1)
+  left = left_within(tmp_path / 'store', CHANGES['create'])
+  with contextlib.closing(sqlite3.connect(left / 'database' / 'store.sqlite')) as raw, raw:
+    raw.execute('DELETE FROM adapters')
+    raw.execute('DELETE FROM versions')
+  with open_store(left) as store:
+    assert store.database.trusted and [adapter.name for adapter in store.adapters('ada')] == ['new']
+    store.retain()
+    assert store.by_name('ada', 'mine').id == mine and len(store.adapters('ada')) == 2
+    for version in store.versions('ada', mine):
+      assert_same(store.arrays(version), arrays(version.number))
+
+
+def test_a_database_that_is_found_to_be_damaged_after_a_kill_is_not_believed_again(tmp_path, monkeypatch):
+  grown(tmp_path / 'store', 1)
+  left, own = left_within(tmp_path / 'store', CHANGES['commit']), Database.read
+  damaged = {'PRAGMA quick_check(1)': [('a page is damaged',)]}
+  with monkeypatch.context() as patched, open_store(left) as store:
+    patched.setattr(Database, 'read', lambda self, query, *values: damaged.get(query) or own(self, query, *values))
+    with pytest.raises(StorageFailed, match='is damaged: restart the service'):
+      store.retain()
+    assert store.unwritable()
+  assert not is_at(left, 2)
+  assert is_at(left, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +220,7 @@ def test_what_is_put_back_from_a_copy_is_noticed(tmp_path, parts, number, believ
   assert is_at(store, number)
 
 
-def test_a_copy_of_a_running_store_has_no_stamp(tmp_path):
+def test_a_copy_of_a_running_store_has_another_stamp(tmp_path):
   grown(tmp_path / 'store', 1)
   with open_store(tmp_path / 'store') as store:
     [adapter] = store.adapters('ada')
@@ -154,25 +253,25 @@ def test_a_changed_root_is_read_once_its_stamp_is_removed(tmp_path):
     assert store.adapter('ada', id).head == 1
   grown(tmp_path, 2)
   head.write_bytes(old)
-  (tmp_path / 'root' / store_recovery.CLOSED).unlink()
+  (tmp_path / 'root' / store_recovery.STAMP).unlink()
   assert not is_at(tmp_path, 1)
 
 
 @pytest.mark.parametrize('what', ['damaged', 'deletion', 'failed', 'request'])
-def test_a_store_with_something_unfinished_leaves_no_stamp(tmp_path, monkeypatch, what):
+def test_a_store_with_something_unfinished_has_not_ended_in_order(tmp_path, monkeypatch, heads_read, what):
   id = grown(tmp_path, 2)
   folder = tmp_path / 'root' / versions.adapter_folder('ada', id)
   if what == 'damaged':
     next(folder.glob('versions/00000001-*/manifest.json')).write_text('{}')
     (tmp_path / 'database' / 'store.sqlite').unlink()
-  with open_store(tmp_path) as store:
+  with monkeypatch.context() as patched, open_store(tmp_path) as store:
     if what == 'deletion':
-      monkeypatch.setattr(Database, 'erase', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
+      patched.setattr(Database, 'erase', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
       with pytest.raises(StorageFailed):
         store.delete('ada', id)
     elif what == 'failed':
-      monkeypatch.setattr(LocalBlobs, 'put_new', lambda *_, **__: (_ for _ in ()).throw(StorageFailed('no')))
-      monkeypatch.setattr(LocalBlobs, 'delete', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
+      patched.setattr(LocalBlobs, 'put_new', lambda *_, **__: (_ for _ in ()).throw(StorageFailed('no')))
+      patched.setattr(LocalBlobs, 'delete', lambda *_: (_ for _ in ()).throw(StorageFailed('no')))
       with pytest.raises(StorageFailed):
         store.commit('ada', id, 2, arrays(3), reason='feedback', details={})
     elif what == 'request':
@@ -180,13 +279,15 @@ def test_a_store_with_something_unfinished_leaves_no_stamp(tmp_path, monkeypatch
     elif what == 'damaged':
       with pytest.raises(Damaged):
         store.version('ada', id, 1)
-  monkeypatch.undo()
-  assert not (tmp_path / 'root' / store_recovery.CLOSED).exists()
+  assert stamp_of(tmp_path) == store_recovery.OPEN
+  heads_read.clear()
   with open_store(tmp_path) as store:
-    assert not store.database.trusted
+    with contextlib.suppress(NotFound):  # The deletion was continued.
+      store.adapter('ada', id)
+    assert any(id in name for name in heads_read)
 
 
-def test_a_change_that_outlives_the_store_is_refused_or_keeps_the_stamp_away(tmp_path, monkeypatch):
+def test_a_change_that_outlives_the_store_is_refused_and_not_an_end_in_order(tmp_path, monkeypatch):
   id = grown(tmp_path, 1)
   store = open_store(tmp_path)
   begun, go, ended = threading.Event(), threading.Event(), []
@@ -213,7 +314,8 @@ def test_a_change_that_outlives_the_store_is_refused_or_keeps_the_stamp_away(tmp
   thread.join()
   assert ended
   monkeypatch.undo()
-  assert not is_at(tmp_path, 1)
+  assert stamp_of(tmp_path) == store_recovery.OPEN
+  assert is_at(tmp_path, 1)
   with open_store(tmp_path) as store:
     pass
   with pytest.raises(StorageFailed):

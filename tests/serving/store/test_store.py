@@ -348,7 +348,7 @@ def test_what_others_have_put_into_the_root_is_left_alone(tmp_path, store, caplo
   (leftover / 'manifest.json').write_text('{}')
   (folder / f'.{"0" * 16}.partial').write_text('{')
   store.close()
-  (root / 'CLOSED').unlink()
+  (root / 'STAMP').unlink()
   with open_store(tmp_path) as again:
     assert_same(again.arrays(version), arrays(0))
     assert 'notes.txt' in caplog.text
@@ -532,7 +532,7 @@ def test_owners_and_names_are_any_strings_and_never_paths(shared, pairs):
   for adapter in made.values():
     shared.delete(adapter.owner, adapter.id)
   assert all(
-    entry.key in ('BASE', 'LOCK') or versions.parse_key(entry.key) is not None for entry in shared.blobs.list()
+    entry.key in ('BASE', 'LOCK', 'STAMP') or versions.parse_key(entry.key) is not None for entry in shared.blobs.list()
   )
 
 
