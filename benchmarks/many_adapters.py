@@ -18,6 +18,7 @@ import argparse
 import collections
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import random
@@ -100,7 +101,9 @@ def store(args: argparse.Namespace) -> dict[str, float]:
           ids = [created(opened, name, arrays(0)) for name in made]
         for id in ids:
           opened.delete('ada', id)
-      killed(folder)
+      child = multiprocessing.get_context('spawn').Process(target=die, args=(folder,))
+      child.start()
+      child.join()
       with taking(found, f'start_{size}_after_a_kill'):
         opened = open_store(folder)
       with opened:
@@ -114,17 +117,15 @@ def store(args: argparse.Namespace) -> dict[str, float]:
   return found
 
 
-def killed(folder: pathlib.Path) -> None:
-  """Let a process open a store and be killed while it changes an adapter that it has created."""
+def die(folder: pathlib.Path) -> None:
+  """Open a store, and be killed while an adapter is changed that was created."""
   from sdpo_jax.serving.store.blobs import LocalBlobs
   from tests.serving.store.store_cases import arrays, open_store
 
-  if (child := os.fork()) == 0:
-    opened = open_store(folder)
-    adapter, _ = opened.create('ada', 'killed', {}, arrays(0))
-    LocalBlobs.swap = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    opened.commit('ada', adapter.id, 0, arrays(1), reason='feedback', details={})
-  os.waitpid(child, 0)
+  opened = open_store(folder)
+  adapter, _ = opened.create('ada', 'killed', {}, arrays(0))
+  LocalBlobs.swap = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+  opened.commit('ada', adapter.id, 0, arrays(1), reason='feedback', details={})
 
 
 @contextlib.contextmanager

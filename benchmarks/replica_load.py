@@ -146,7 +146,7 @@ def throughput(url: str, adapter: str, seconds: float = 3.0, threads: int = 8) -
   from sdpo_jax.serving.store.connections import PostgresConnections
   from sdpo_jax.serving.store.database import Database
 
-  database = Database(PostgresConnections(url), is_new=False)
+  database = Database(PostgresConnections(url, 'serve.store.database'), is_new=False)
   until = time.monotonic() + seconds
 
   def run(number: int) -> int:

@@ -196,7 +196,9 @@ class GuardsConfig:
   )
   min_entropy: float | None = setting(0.01, 'Smallest entropy per token on these, nats. None: any.', NOT_NEGATIVE)
   max_loss_ratio: float | None = setting(
-    10.0, 'Loss over the median of earlier ones with the same parameters, once there are four. None: any.', POSITIVE
+    10.0,
+    'Loss over the median of earlier ones with the same parameters, at least 0.1, once there are four. None: any.',
+    POSITIVE,
   )
   max_self_similarity: float | None = setting(
     0.9,

@@ -161,7 +161,8 @@ class Allowances:
         for name, amount in unsaved.items():
           self._unsaved[name] += amount
       raise
-    totals, day = self._database.usage(self._day), self._day
+    day = self._day  # It may turn meanwhile.
+    totals = self._database.usage(day)
     with self._lock:
       for (key, kind), total in totals.items():
         if day == self._day:

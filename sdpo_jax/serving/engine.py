@@ -410,14 +410,19 @@ class Engine:
       self._shelf.drop(name)
 
   def rename(self, version: str, new: str) -> None:
-    """Give a version with an optimizer state a name that no version has; its arrays and copies stay where they are.
+    """Give a version with an optimizer state another name; its arrays and copies stay where they are.
+
+    If something of that name is there, which may have been loaded since it was stored, the version is erased instead.
 
     Raises:
-      ValueError: there is a version of that name.
+      ValueError: so it is, and a request still uses it.
     """
-    for name, other in ((version, new), (optimizer_name(version), optimizer_name(new))):
-      self._shelf.put(other, self._shelf.get(name))
-      self._shelf.drop(name)
+    names = {version: new, optimizer_name(version): optimizer_name(new)}
+    if set(names.values()) & set(self.names) or any(name in places for places, name in self._in_places(new)):
+      self.forget(version)
+      return
+    for name, other in names.items():
+      self._shelf.rename(name, other)
     self._resident.release(lambda weights: weights.version == version)
     for (places, name), (_, other) in zip(self._in_places(version), self._in_places(new), strict=True):
       if name in places:

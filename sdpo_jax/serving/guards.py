@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # The most and the fewest recent losses that a new loss is compared with.
 RECENT, LEAST_RECENT = 16, 4
-# The smallest median in nats, since ratios to losses near 0 are meaningless.
-_SMALL_LOSS = 1e-3
+# The smallest median in nats: whoever has learned all that was asked has losses near 0, and a new question tenths.
+_SMALL_LOSS = 0.1
 ON_CANARIES = ('max_kl_to_base', 'min_entropy', 'max_self_similarity')  # Guards measured on canary prompts.
 _NGRAM = 3
 _TINY = 1e-12  # Lower bound of the probability of a tail, which absorbs rounding errors.
@@ -161,7 +161,7 @@ def _grams(tokens: Sequence[int]) -> collections.Counter[tuple[int, ...]]:
 
 
 def loss_ratio(loss: float | None, recent: Sequence[float]) -> float | None:
-  """Return |loss| divided by the median of recent |losses|; None: there is no loss, or too few recent ones."""
+  """Return |loss| divided by the median of recent |losses|, or 0.1 nats if that is less; None: too few are known."""
   if loss is None or len(recent) < LEAST_RECENT:
     return None
   return abs(loss) / max(statistics.median(map(abs, recent)), _SMALL_LOSS)

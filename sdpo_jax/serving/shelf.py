@@ -7,6 +7,7 @@ places; `Places` keeps track of which version has which place, and evicts the le
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Hashable, Mapping
 import dataclasses
 import hashlib
@@ -110,6 +111,17 @@ class Shelf:
         self._bytes -= _size(self._memory.pop(version))
       if self._digests.pop(version, None) is not None:
         self._file(version).unlink(missing_ok=True)
+
+  def rename(self, version: str, new: str) -> None:
+    """Give a version a name that no version has; its arrays stay where they are."""
+    with self._lock:
+      self._sizes[new] = self._sizes.pop(version)
+      if version in self._memory:
+        self._memory[new] = self._memory.pop(version)
+      if version in self._digests:
+        self._digests[new] = self._digests.pop(version)
+        with contextlib.suppress(OSError):  # Who needs the file hears of it.
+          self._file(version).rename(self._file(new))
 
   def _admit(self, version: str, arrays: Arrays) -> None:
     """Add a version to memory, after moving others to files (unless they have one) as far as necessary."""

@@ -390,11 +390,8 @@ class Worker:
       version, name = self._stored.popleft()
       if version in self._own:
         self._own -= {version, optimizer_name(version)}
-        if name in engine or optimizer_name(name) in engine:  # It was loaded since the commit.
-          engine.forget(version)
-        else:
-          engine.rename(version, name)
-          self._kept |= dict.fromkeys((name, optimizer_name(name)))
+        engine.rename(version, name)
+        self._kept |= dict.fromkeys({name, optimizer_name(name)} & set(engine.names))
     while self._inbox:
       job = self._inbox.popleft()
       if not isinstance(job, ForgetJob):

@@ -14,6 +14,7 @@ def test_the_store_stays_as_it_was_and_everything_is_measured(tmp_path, monkeypa
     with open_store(args.folder) as store:
       assert [adapter.name for adapter in store.adapters('ada')] == [f'a{number}' for number in range(5)]
     whole = [f'{what}_{size}' for what in ('start', 'page', 'create') for size in ('empty', 'full')]
-    whole += [f'start_{size}_after_a_crash' for size in ('empty', 'full')]
+    after = ('start_{}_after_a_kill', 'first_use_{}', 'comparison_{}')
+    whole += [name.format(size) for name in after for size in ('empty', 'full')]
     assert found.keys() == {f'{name}_{unit}' for name in whole for unit in ('ms', 'cpu_ms')}
     assert all(value > 0 for value in found.values())

@@ -141,7 +141,7 @@ def test_probes_and_metrics_are_routes_and_need_what_they_are_sent():
   [endpoint] = one('PodMonitoring')['spec']['endpoints']
   paths = [SERVE[probe]['httpGet']['path'] for probe in ('livenessProbe', 'readinessProbe')]
   assert paths == ['/healthz', '/readyz']
-  assert all(f"Route('{path}'" in source for path in (*paths, endpoint['path']))
+  assert all(f"@handled('GET', '{path}'" in source for path in (*paths, endpoint['path']))
   assert '--config.serve.http.allowed_hosts' not in SETTINGS  # Probes name the address of the pod as Host.
   key = endpoint['authorization']['credentials']['secret']['name']
   assert one('Role', 'sdpo-metrics')['rules'][0]['resourceNames'] == [key]

@@ -103,7 +103,7 @@ def test_completions_that_are_alike_are_seen():
 def test_a_loss_is_compared_with_the_median_of_enough_others():
   assert guards.loss_ratio(3.0, [1.0] * (guards.LEAST_RECENT - 1)) is None
   assert guards.loss_ratio(-3.0, [1.0, -1.0, 1.0, 100.0]) == 3.0
-  assert guards.loss_ratio(1e-3, [0.0] * 4) == 1.0  # Not infinitely many times nothing.
+  assert guards.loss_ratio(0.5, [1e-3] * 16) == 5.0  # A new question to whom has learned all earlier ones.
 
 
 def test_only_losses_with_the_same_parameters_are_compared():

@@ -94,7 +94,11 @@ class Forwarding:
 
     async def answered() -> tuple[int, Any]:
       async with self._sent(holder, posted, path.encode(), call) as answer:
-        return answer.status_code, json.loads(await answer.aread())
+        content = await answer.aread()
+      try:
+        return answer.status_code, json.loads(content)
+      except (ValueError, RecursionError) as error:
+        raise NotHolder('') from error
 
     with self._places.of(call):
       return call.result(asyncio.run_coroutine_threadsafe(answered(), loop))
@@ -119,7 +123,7 @@ class Forwarding:
             yield answer
         finally:
           watcher.cancel()
-    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError, json.JSONDecodeError) as error:  # Not a replica's.
+    except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
       raise NotHolder('') from error
 
   async def _watch(self, replica: str, patience: asyncio.Timeout) -> None:

@@ -285,6 +285,8 @@ def _learned_by_holder(asked: Incoming, holder: NotHolder, number: int, entry: f
     asked.account.service.store.abandon(part)
     headers['idempotency-key'] = [forwarding.PART.format(part.id.key, part.id.body)]
   status, said = asked.post_to_replica(holder, f'{ROOT}/adapters/{entry.adapter}/feedback', body.encode(), headers)
+  if not isinstance(said, dict) or ('version_after' if status == 200 else 'error') not in said:
+    raise NotHolder('')  # It is no replica that has answered.
   return _OfHolder(said if status == 200 else {'status': status, **said})
 
 
