@@ -16,7 +16,7 @@ class ServiceError(Exception):
     code: a word by which programs recognize the error.
     field: the field of the request that caused the error; None: no single field.
     log: a sentence for the operator, with paths or addresses, which clients never see; None: the message says all.
-    retry_after: seconds after which a retry may help; None: unknown.
+    retry_after: seconds after which a retry may help; None: unknown, but a second if the status is 503.
   """
 
   status: ClassVar[int] = 500
@@ -26,7 +26,8 @@ class ServiceError(Exception):
     self, message: str, *, field: str | None = None, log: str | None = None, retry_after: float | None = None
   ):
     super().__init__(message)
-    self.field, self.log, self.retry_after = field, log, retry_after
+    self.field, self.log = field, log
+    self.retry_after = 1.0 if retry_after is None and self.status == 503 else retry_after
 
 
 class InvalidRequest(ServiceError):

@@ -21,6 +21,7 @@ from sdpo_jax.types import Messages
 
 NUMBERS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 DETAILS = ('token_ids', 'tokens', *NUMBERS, 'top')  # The per-token lists that a response can have for a completion.
+_LARGEST = float(np.finfo(np.float32).max)
 MOST_TOP = 20  # The most tokens of the teacher that a response lists per position.
 # The kinds of teachers, each with the settings that it accepts.
 TEACHERS = {
@@ -213,7 +214,7 @@ def learning_of(
 
 def _alpha(name: Any, alpha: Any) -> float:
   """Return the alpha of `Sdpo` for the name of a divergence; with 'jsd', the client may choose alpha."""
-  if name not in _DIVERGENCES:
+  if not isinstance(name, str) or name not in _DIVERGENCES:
     raise InvalidRequest(
       f'divergence must be one of {", ".join(_DIVERGENCES)}, not {short_repr(name)}.', field='divergence'
     )
@@ -227,8 +228,8 @@ def _alpha(name: Any, alpha: Any) -> float:
 
 
 def _number(field: str, value: Any) -> float:
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN.
-    raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+    raise InvalidRequest(f'{field} must be a number (of float32), not {short_repr(value)}.', field=field)
   return value
 
 

@@ -49,6 +49,8 @@ def test_divergences_have_names(name, alpha):
     ({'loss': 'jsd_pg', 'topk': 3}, "'topk' cannot be set with loss='jsd_pg'"),
     ({'learning_rate': -1}, 'learning_rate must be 0 or a positive number'),
     ({'learning_rate': math.nan}, 'learning_rate must be a number'),
+    ({'learning_rate': 10**400}, 'learning_rate must be a number'),
+    ({'divergence': []}, 'divergence must be one of'),
     ({'learning_rate': '1'}, "learning_rate must be a number, not '1'"),
     ({'learning_rate': True}, 'learning_rate must be a number'),
     ({'beta1': 1}, 'beta1 must be 0 or more and less than 1'),

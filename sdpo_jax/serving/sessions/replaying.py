@@ -49,6 +49,7 @@ def replay(
   steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
+      account.call.check()
       part = group[start : start + most]
       last = examples[part[-1]]
       numbers = sorted({examples[number].turn for number in part})

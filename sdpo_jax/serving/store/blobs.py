@@ -203,7 +203,10 @@ class LocalBlobs:
       if entry.is_dir(follow_symlinks=False):
         yield from self._below(entry.path, key)
       else:
-        status = entry.stat(follow_symlinks=False)
+        try:
+          status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:  # It was removed meanwhile.
+          continue
         yield BlobEntry(key, status.st_size, status.st_mtime)
 
   def delete(self, keys: Iterable[str], below: str) -> None:

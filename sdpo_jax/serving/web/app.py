@@ -78,7 +78,7 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
     if lifetime.ready:
       why = await run_in_threadpool(lifetime.present.store.unwritable)
       if why:
-        return JSONResponse({'status': 'storage_failed', 'reason': why}, 503)
+        return JSONResponse({'status': 'storage_failed', 'reason': why}, 503, {'Retry-After': '1'})
       teacher = lifetime.present.endpoint  # The service is ready without it, since sampling needs none.
       return JSONResponse({'status': 'ready'} | ({} if teacher is None else {'teacher': teacher.state}))
     if lifetime.why_not():

@@ -133,6 +133,11 @@ def whole(text: str, name: str) -> int:
   return int(text)
 
 
+def parsing(account: Account, content: bytes) -> contextlib.AbstractContextManager[None]:
+  """Return what is held while a body is parsed: a large one stops all other threads, so keys take turns."""
+  return account.service.parsing.of(account.call) if len(content) > _LARGE else contextlib.nullcontext()
+
+
 def route(
   method: str,
   path: str,
@@ -154,10 +159,11 @@ def route(
   reader = None if known.body is None else pydantic.TypeAdapter(known.body)
 
   def answer(request: Request, content: bytes) -> Response | Iterator[ServerSentEvent]:
-    state, alone = request.state, reader is not None and len(content) > _LARGE
+    state, body = request.state, content
     try:
-      with state.account.service.parsing.of(state.call) if alone else contextlib.nullcontext():
-        body = content if reader is None else reader.validate_json(content or b'{}')
+      if reader is not None:
+        with parsing(state.account, content):
+          body = reader.validate_json(content or b'{}')
     except pydantic.ValidationError as error:
       raise invalid(error, known.body.__pydantic_fields__) from error
     asked = incoming(request, body)

@@ -25,7 +25,7 @@ from sdpo_jax.serving.records import AdapterRecord
 from sdpo_jax.serving.sample_requests import SampleDone
 from sdpo_jax.serving.store.database import ALL
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
-from sdpo_jax.serving.web.endpoints import JSON, handled
+from sdpo_jax.serving.web.endpoints import JSON, handled, parsing
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion, job_of_chat, job_of_completion
 from sdpo_jax.serving.web.openai_logprobs import Position
@@ -240,7 +240,13 @@ def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -
 async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], CompletionJob]) -> Response:
   account: Account = request.state.account
   content = await request.body()
-  job = await run_in_threadpool(lambda: job_of(account, parse(kind, _json(content))))
+
+  def prepare() -> CompletionJob:
+    with parsing(account, content):
+      asked = parse(kind, _json(content))
+    return job_of(account, asked)
+
+  job = await run_in_threadpool(prepare)
   if job.asked.stream:
     return await events.stream(request, _events(account, job))
   # Serialize there, too: a large response would block the event loop here.

@@ -24,7 +24,7 @@ from sdpo_jax.serving.sessions.session_records import Decision, LearnedTurns, Se
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import native
 from sdpo_jax.serving.web import session_schemas as schemas
-from sdpo_jax.serving.web.endpoints import Incoming, Reply, route, whole
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, parsing, route, whole
 from sdpo_jax.serving.web.error_responses import invalid
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.pages import PAGED, dated_page, limit_of, page, paged
@@ -165,7 +165,9 @@ def examples(asked: Incoming) -> Reply:
 def replay(asked: Incoming) -> Reply:
   """Learn from the exported examples of another adapter, in their order."""
   asked.account.adapter(asked.adapter)  # Raise NotFound before the lines are checked.
-  learned = _once(asked).replay(asked.adapter, examples_of(asked.body), request=asked.idempotency)
+  with parsing(asked.account, asked.body):
+    examples = examples_of(asked.body)
+  learned = _once(asked).replay(asked.adapter, examples, request=asked.idempotency)
   return Reply({'learned': [_counted(asked, each) for each in learned]})
 
 
