@@ -231,9 +231,6 @@ def _details(
   canaries: guards.Canaries | None,
 ) -> dict[str, Any]:
   """Return what is stored as the details of a new version: the response without items and timings."""
-  measured = None
-  if canaries is not None:  # Without the completions.
-    measured = {name: value for name, value in vars(canaries).items() if not name.endswith('completions')}
   reason = next((each.reason for each in checks if not each.passed), None)
   return jsonable(
     {
@@ -249,7 +246,7 @@ def _details(
       'metrics': _metrics(learned),
       'steps': learned.steps,
       'guards': [dataclasses.asdict(each) for each in checks],
-      'canary': measured,
+      'canary': None if canaries is None else vars(canaries),
       **(request.source or {}),
     }
   )
