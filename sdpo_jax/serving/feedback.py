@@ -333,9 +333,7 @@ def run_batch(
       found.append((index, done))
     return found
 
-  if not by_adapter:
-    return []
-  with concurrent.futures.ThreadPoolExecutor(min(len(by_adapter), _TOGETHER), 'batch') as pool:
+  with concurrent.futures.ThreadPoolExecutor(min(max(1, len(by_adapter)), _TOGETHER), 'batch') as pool:
     done = dict(each for part in pool.map(one_after_the_other, by_adapter.values()) for each in part)
   return [done[index] for index in range(len(entries))]
 
