@@ -288,9 +288,7 @@ class Worker:
     found['sampling'] = len(self._drawing)
     found['loading'] = len(self._loading)
     found['versions'] = len(self._kept) + len(self._own)
-    for name in ('tokens', 'prefilled', 'reused'):
-      found[name] = getattr(engine, name) if engine is not None else 0
-    return found
+    return found | (engine.counts if engine is not None else dict.fromkeys(('tokens', 'prefilled', 'reused'), 0))
 
   # Work queued by other threads.
 
