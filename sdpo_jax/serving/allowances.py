@@ -158,8 +158,7 @@ class Allowances:
         self._database.add_usage(unsaved)
     except BaseException:
       with self._lock:
-        for name, amount in unsaved.items():
-          self._unsaved[name] += amount
+        self._unsaved.update(unsaved)
       raise
     day = self._day  # It may turn meanwhile.
     totals = self._database.usage(day)

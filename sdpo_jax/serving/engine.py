@@ -50,7 +50,6 @@ from sdpo_jax.serving.store import versions
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import Tree
 
-_SCORED = dataclasses.fields(Scored)
 _SCORING = UpdateOptions(Sdpo(topk=1))  # For checks of rows that are only scored.
 _FACTORS = 'factors'  # The arrays of a version.
 _MU, _NU, _COUNT, _AVERAGE = 'mu', 'nu', 'count', 'average'  # The arrays of an optimizer state.
@@ -338,10 +337,12 @@ class Engine:
     """Make a version or an optimizer state from arrays as `arrays` returns them, of any engine for the same shape.
 
     Raises:
-      UserError: an array has a wrong name, shape or dtype, or invalid values; the engine has not changed.
+      UserError: no version can have the name; or an array has a wrong name, shape or dtype, or invalid values; the
+        engine has not changed.
       ValueError: there is one of that name.
     """
-    _check_name(version_of(version))
+    if version_of(version) == BASE:
+      raise UserError('A version needs a name; the empty name means the model without an adapter.')
     kinds = (_FACTORS,)
     if version != version_of(version):
       kinds = ((_MU, _NU) if _COUNT in arrays else ()) + ((_AVERAGE,) if _has_average(arrays) else ())
@@ -508,19 +509,14 @@ class Engine:
     self._resident.end(error)
 
   @property
-  def tokens(self) -> int:
-    """The number of tokens sampled since the start."""
-    return self._resident.stats.tokens
+  def counts(self) -> dict[str, int]:
+    """The numbers of tokens since the start.
 
-  @property
-  def prefilled(self) -> int:
-    """The number of prompt tokens that went through the model since the start."""
-    return self._resident.stats.prefilled - self._rehearsed.prefilled
-
-  @property
-  def reused(self) -> int:
-    """The number of prompt tokens whose keys and values came from cached prefixes since the start."""
-    return self._resident.stats.reused - self._rehearsed.reused
+    `tokens` were sampled; of prompts, `prefilled` went through the model, and the keys and values of `reused` came from
+    cached prefixes.
+    """
+    stats, own = self._resident.stats, self._rehearsed
+    return {'tokens': stats.tokens, 'prefilled': stats.prefilled - own.prefilled, 'reused': stats.reused - own.reused}
 
   # Scoring.
 
@@ -773,12 +769,6 @@ class Engine:
     return {f'{kind}/{row.name}': np.array(parameters.get(tree, row.path), np.float32) for row in self._table}
 
 
-def _check_name(version: str) -> None:
-  """Raise UserError for a name that no version of an adapter can have."""
-  if version == BASE:
-    raise UserError('A version needs a name; the empty name means the model without an adapter.')
-
-
 def _has_average(arrays: Arrays) -> bool:
   return any(name.startswith(f'{_AVERAGE}/') for name in arrays)
 
@@ -852,9 +842,7 @@ def _behind(ids: np.ndarray, more: int) -> np.ndarray:
 
 def _last(scored: Scored, count: int) -> Scored:
   """Return the scores of the last `count` tokens of a row."""
-  return Scored(
-    *(None if array is None else array[-count:] for array in (getattr(scored, each.name) for each in _SCORED))
-  )
+  return Scored(**{name: None if array is None else array[-count:] for name, array in vars(scored).items()})
 
 
 def _own_state(factors: Tree, mu: Tree, nu: Tree, count: np.ndarray) -> SlotState:

@@ -231,9 +231,6 @@ def _details(
   canaries: guards.Canaries | None,
 ) -> dict[str, Any]:
   """Return what is stored as the details of a new version: the response without items and timings."""
-  measured = None
-  if canaries is not None:  # Without the completions.
-    measured = {name: value for name, value in vars(canaries).items() if not name.endswith('completions')}
   reason = next((each.reason for each in checks if not each.passed), None)
   return jsonable(
     {
@@ -249,7 +246,7 @@ def _details(
       'metrics': _metrics(learned),
       'steps': learned.steps,
       'guards': [dataclasses.asdict(each) for each in checks],
-      'canary': measured,
+      'canary': None if canaries is None else vars(canaries),
       **(request.source or {}),
     }
   )
@@ -336,9 +333,7 @@ def run_batch(
       found.append((index, done))
     return found
 
-  if not by_adapter:
-    return []
-  with concurrent.futures.ThreadPoolExecutor(min(len(by_adapter), _TOGETHER), 'batch') as pool:
+  with concurrent.futures.ThreadPoolExecutor(min(max(1, len(by_adapter)), _TOGETHER), 'batch') as pool:
     done = dict(each for part in pool.map(one_after_the_other, by_adapter.values()) for each in part)
   return [done[index] for index in range(len(entries))]
 

@@ -187,11 +187,8 @@ class Canaries:
   kl_to_base: float  # KL(version‖base), the mean over the tokens, in nats.
   entropy: float  # The mean over the tokens, in nats.
   base_entropy: float
-  self_similarity: float | None
+  self_similarity: float | None  # None: not measured.
   base_self_similarity: float | None
-  # The completions of the base and of the version, one per prompt.
-  base_completions: list[list[int]]
-  completions: list[list[int]] | None  # None: self-similarity was not measured.
 
 
 class CanaryMeter:
@@ -261,8 +258,6 @@ class CanaryMeter:
       base_entropy=float(np.concatenate([canary.entropy for canary in canaries]).mean(dtype=np.float64)),
       self_similarity=None if drawn is None else self_similarity(drawn),
       base_self_similarity=self_similarity(answered),
-      base_completions=answered,
-      completions=drawn,
     )
 
   def ability_loss(self, version: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]], call: Call) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import functools
-import heapq
 from typing import Any
 
 import numpy as np
@@ -194,23 +192,15 @@ def tokens_learned(lessons: Sequence[Lesson], steps: int) -> int:
 
 def fair_order(jobs: Sequence[Job], shares: Shares) -> list[Job]:
   """Return jobs in the order in which their payers take turns; those of one payer stay in order."""
-  queues: dict[Payer, collections.deque[Job]] = {}
-  for job in jobs:
-    queues.setdefault(job.payer, collections.deque()).append(job)
-  if len(queues) < 2:
+  numbers = {payer: number for number, payer in enumerate(dict.fromkeys(job.payer for job in jobs))}
+  if len(numbers) < 2:
     return list(jobs)
-  found: list[Job] = []
-  turns = [(shares.of(payer), number, payer) for number, payer in enumerate(queues)]
-  heapq.heapify(turns)
-  while turns:
-    done, number, payer = turns[0]
-    job = queues[payer].popleft()
-    found.append(job)
-    if queues[payer]:
-      heapq.heapreplace(turns, (done + job.work / payer.weight, number, payer))
-    else:
-      heapq.heappop(turns)
-  return found
+  done = {payer: shares.of(payer) for payer in numbers}
+  turns = []
+  for index, job in enumerate(jobs):
+    turns.append((done[job.payer], numbers[job.payer], index))
+    done[job.payer] += job.work / job.payer.weight
+  return [jobs[index] for *_, index in sorted(turns)]
 
 
 def learn_batch(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:

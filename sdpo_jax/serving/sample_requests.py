@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
+import math
 import secrets
 from typing import Any
 
@@ -75,14 +76,9 @@ class SampleOptions:
     return dataclasses.replace(self, max_tokens=most, top_k=self.top_k or -1, seed=seed % 2**32)
 
 
-def _number(field: str, value: object, *, least: float, most: float | None = None, whole: bool = False) -> None:
-  bounds = f'at least {least}' if most is None else f'between {least} and {most}'
-  if (
-    not is_number(value)
-    or (whole and not isinstance(value, int))
-    or value < least
-    or (most is not None and value > most)
-  ):
+def _number(field: str, value: object, *, least: float, most: float = math.inf, whole: bool = False) -> None:
+  bounds = f'at least {least}' if most == math.inf else f'between {least} and {most}'
+  if not is_number(value) or (whole and not isinstance(value, int)) or not least <= value <= most:
     kind = 'a whole number' if whole else 'a number'
     raise InvalidRequest(f'{field} must be {kind} {bounds}, not {short_repr(value)}.', field=field)
 

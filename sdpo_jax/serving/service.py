@@ -84,6 +84,7 @@ class Service(ServiceState):
       endpoint = _endpoint_of(config, tokenizer, sizes, described.vocab_size)
       if endpoint is not None:
         opened.callback(endpoint.close)
+        endpoint.begin()
       store = opened.enter_context(_open_store(config, database, base))
       made: list[Service] = []
       worker = Worker(
@@ -148,23 +149,17 @@ class Service(ServiceState):
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Sidecar | None:
-  """Return the configured external teacher after checking its server; None: none is configured."""
+  """Return the configured external teacher, whose server `begin` checks; None: none is configured."""
   settings = config.actor.self_distillation.teacher_endpoint
   if not settings.used:
     return None
   longest = sizes.teacher_buckets[-1] + sizes.response_buckets[-1]
-  endpoint = Sidecar(
+  return Sidecar(
     dataclasses.replace(settings, top_k=min(settings.top_k, sizes.topk)),
     vocab_size,
     lambda found, stop: found.check(config.model.path, tokenizer, longest, stop),
     pause_s=config.serve.learning.teacher_pause_s,
   )
-  try:
-    endpoint.begin()
-  except BaseException:
-    endpoint.close()
-    raise
-  return endpoint
 
 
 def _places_of(config: Config) -> tuple[str, pathlib.Path]:

@@ -7,8 +7,8 @@ places; `Places` keeps track of which version has which place, and evicts the le
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Hashable, Mapping
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -82,8 +82,6 @@ class Shelf:
     with self._lock:
       if version in self._memory or version in self._digests:
         raise ValueError(f'The version {version} exists already.')
-      for array in arrays.values():
-        array.setflags(write=False)
       self._admit(version, arrays)
       self._sizes[version] = _size(arrays)
       self._held += self._sizes[version]
@@ -124,7 +122,7 @@ class Shelf:
           self._file(version).rename(self._file(new))
 
   def _admit(self, version: str, arrays: Arrays) -> None:
-    """Add a version to memory, after moving others to files (unless they have one) as far as necessary."""
+    """Add a version to memory, read-only, after moving others to files (unless they have one) as far as necessary."""
     size = _size(arrays)
     while self._memory and self._bytes + size > self._limit:
       oldest, old = next(iter(self._memory.items()))
@@ -140,6 +138,8 @@ class Shelf:
         self._digests[oldest] = hashlib.sha256(content).hexdigest()
       del self._memory[oldest]
       self._bytes -= _size(old)
+    for array in arrays.values():
+      array.setflags(write=False)
     self._memory[version] = arrays
     self._bytes += size
 
@@ -152,10 +152,7 @@ class Shelf:
       raise UserError(f'{file} cannot be read ({first_line(error)}): {way_out}.') from error
     if hashlib.sha256(content).hexdigest() != digest:
       raise UserError(f'{file} is damaged: {way_out}.')
-    arrays = safetensors.numpy.load(content)
-    for array in arrays.values():
-      array.setflags(write=False)
-    return arrays
+    return safetensors.numpy.load(content)
 
   def _file(self, version: str) -> pathlib.Path:
     return self._folder / f'{hashlib.sha256(version.encode()).hexdigest()[:32]}{SUFFIX}'

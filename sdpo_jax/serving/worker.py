@@ -53,10 +53,6 @@ _LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in se
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
-class _EngineLostError(Exception):
-  """The engine cannot be used any more; its cause is the error of the engine."""
-
-
 class Worker:
   """The queue of the engine and the thread that works it off. Any thread may call."""
 
@@ -292,9 +288,7 @@ class Worker:
     found['sampling'] = len(self._drawing)
     found['loading'] = len(self._loading)
     found['versions'] = len(self._kept) + len(self._own)
-    for name in ('tokens', 'prefilled', 'reused'):
-      found[name] = getattr(engine, name) if engine is not None else 0
-    return found
+    return found | (engine.counts if engine is not None else dict.fromkeys(('tokens', 'prefilled', 'reused'), 0))
 
   # Work queued by other threads.
 
@@ -338,8 +332,6 @@ class Worker:
         self._serve(engine)
         self._close('The service has ended.')
         return
-      except _EngineLostError as lost:
-        error = lost.__cause__
       except Exception as unexpected:
         error = unexpected
       self._lose(engine, error)
@@ -354,7 +346,7 @@ class Worker:
     """Serve requests until the worker is stopped.
 
     Raises:
-      _EngineLostError: the engine is no longer usable.
+      Exception: the engine is no longer usable.
     """
     while True:
       self._counts['turns'] += 1
@@ -365,7 +357,7 @@ class Worker:
       self._fetch(engine)
       moved |= self._begin(engine)
       if self._drawing:
-        moved |= self._turn(engine)
+        moved |= engine.turn()
         self._hear(engine)  # What came meanwhile need not wait for another turn.
         moved |= self._end_what_is_over(engine)
       moved |= self._work(engine)
@@ -376,12 +368,6 @@ class Worker:
         if self._stop_at is not None:
           times.append(self._stop_at)
         self._wake.wait(max(0.0, min(times) - self._clock()) if times else None)
-
-  def _turn(self, engine: Engine) -> bool:
-    try:
-      return engine.turn()
-    except Exception as error:
-      raise _EngineLostError from error
 
   def _hear(self, engine: Engine) -> None:
     """Take new requests from the inbox, and versions that reader threads have loaded."""
@@ -432,7 +418,7 @@ class Worker:
       return False
     for job in [*self._waiting, *self._drawing]:
       self._end(engine, job, NotReady('The service is shutting down: retry when it is back.'), 'cancelled')
-    self._turn(engine)
+    engine.turn()
     self._collect()
     return True
 
@@ -473,13 +459,12 @@ class Worker:
         drawing = engine.submit(job.version, job.prompt, payer=job.payer, **job.options)
       except Exception as error:
         self._refuse(engine, job, error)
-        moved = True
-        continue
-      self._waiting.remove(job)
-      self._touch(job)
-      job.begin(drawing)
-      self._drawing.append(job)
-      ahead[job.payer] += drawing.left
+      else:
+        self._waiting.remove(job)
+        self._touch(job)
+        job.begin(drawing)
+        self._drawing.append(job)
+        ahead[job.payer] += drawing.left
       moved = True
     return moved
 
@@ -626,19 +611,16 @@ class Worker:
     """End a request with the error of the engine.
 
     Raises:
-      _EngineLostError: the engine is no longer usable.
+      Exception: the engine is no longer usable.
     """
     self._end(engine, job, _refused(error), 'failed')
     if not isinstance(error, (UserError, NoPlaceError)):
       self._try(engine, error)
 
   def _try(self, engine: Engine, error: Exception) -> None:
-    """After an unexpected error, raise _EngineLostError if the engine cannot even score one token."""
+    """After an unexpected error, score one token, which raises another one if the engine cannot even do that."""
     _logger.error('A request has failed in the engine.', exc_info=error)
-    try:
-      engine.score(BASE, [([0], [0])], topk=0)
-    except Exception as again:
-      raise _EngineLostError from again
+    engine.score(BASE, [([0], [0])], topk=0)
 
   def _collect(self) -> bool:
     """Remove finished sampling jobs; return whether there were any."""
@@ -650,13 +632,12 @@ class Worker:
 
   def _trim(self, engine: Engine) -> None:
     """Drop what can be loaded again, the least recently used first, until the rest has room in memory."""
-    if engine.held_bytes <= self._room:
-      return
-    for name in [name for name in self._kept if name not in self._pinned]:
+    while engine.held_bytes > self._room:
+      name = next((name for name in self._kept if name not in self._pinned), None)
+      if name is None:
+        return
       engine.drop(name)
       del self._kept[name]
-      if engine.held_bytes <= self._room:
-        return
 
   def _touch(self, job: Job) -> None:
     """Mark the versions of a request as just used."""

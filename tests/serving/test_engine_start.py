@@ -80,7 +80,7 @@ def every_request(engine, policy, models=()):
         found += jax.tree.leaves(engine.factors(new))
         number += 1
   engine.forget('new@0')
-  assert bool(engine.reused) == bool(settings.kept_prefixes)
+  assert bool(engine.counts['reused']) == bool(settings.kept_prefixes)
   return found
 
 
@@ -99,7 +99,7 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
   with noted_compilations() as noted:
     engine = make_engine(model, tmp_path / 'a', settings, **more)
     engine.compile(lines.append)
-    assert (engine.prefilled, engine.reused) == (0, 0)
+    assert (engine.counts['prefilled'], engine.counts['reused']) == (0, 0)
     more_lines = [line for line in lines if 'cached on the devices' in line]
     made = len(lines) - 2 - len(more_lines)  # Beside the first and the last line.
     assert len(noted()) == made

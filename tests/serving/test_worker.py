@@ -42,7 +42,7 @@ def model():
 class Stand:
   """What stands for an engine: it keeps names, notes what it is asked for, and fails when it is told to."""
 
-  settings, tokens, prefilled, reused = SETTINGS, 0, 0, 0
+  settings, counts = SETTINGS, types.MappingProxyType({'tokens': 0, 'prefilled': 0, 'reused': 0})
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()

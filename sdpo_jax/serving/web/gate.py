@@ -7,7 +7,7 @@ responses and writes the log line. Handlers get `request.state.account`, which o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -225,7 +225,11 @@ class Gate:
         )
 
   async def _pass(self, scope: Scope, receive: Receive, answer: GateResponse, request: GateRequest) -> None:
-    """Check a request and pass it to its handler."""
+    """Check a request and pass it to its handler.
+
+    Raises:
+      Unauthorized: there is no valid key.
+    """
     self._origins.check(request)
     asks_for_page = request.method == 'OPTIONS' and 'access-control-request-method' in request.headers
     if asks_for_page and self._origins.headers(request):  # A CORS preflight for a page of an allowed origin.
@@ -237,7 +241,10 @@ class Gate:
     if operation.open:
       await self._show(scope, receive, answer, None if operation.probe else (scope.get('client') or [''])[0])
       return
-    sender = _LOCAL if self._keys is None else self._sender(self._keys, request)
+    key = presented(request.headers)
+    sender = _LOCAL if self._keys is None else key and self._keys.find(key)
+    if sender is None:
+      raise Unauthorized('An API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     owner, request.key = sender.owner, sender.id
     if route is None:
       raise self._no_route(scope)
@@ -300,8 +307,8 @@ class Gate:
           return
         idempotent, answer.held = begun, []
         state['idempotency'] = idempotent
-      handle = functools.partial(self._handle, scope, receive, answer, request, account, operation.endless)
-      task = asyncio.create_task(self._here_or_there(handle, answer, request, account, idempotent))
+      handled = self._handle(scope, receive, answer, request, account, operation.endless, idempotent)
+      task = asyncio.create_task(handled)
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
       await self._wait(task, call, seconds)
@@ -315,13 +322,9 @@ class Gate:
 
   async def _read(self, receive: Receive, request: GateRequest, held: contextlib.ExitStack) -> bool:
     """Read the body of a request, whose bytes are counted until `held` closes; return whether the client is there."""
-    http, key = self._settings.http, request.key
-
-    def count(size: int) -> None:
-      _take(self._bytes, key, held, size)
-
+    http, count = self._settings.http, functools.partial(_take, self._bytes, request.key, held)
     with contextlib.ExitStack() as reading:
-      _take(self._reading, key, reading)
+      _take(self._reading, request.key, reading)
       length = request.header('content-length')
       most = int(http.max_body_mb * 2**20)
       body = await read_body(receive, length, most, http.read_timeout_s, http.deadline_s, count)
@@ -346,24 +349,6 @@ class Gate:
       call.end()
       raise
 
-  async def _here_or_there(
-    self,
-    handle: Callable[[ASGIApp, IdempotentRequest | None], Awaitable[None]],
-    answer: GateResponse,
-    request: GateRequest,
-    account: Account,
-    idempotent: IdempotentRequest | None,
-  ) -> None:
-    """Run the handler, and if another replica holds what the request changes, let that one answer it."""
-    try:
-      await handle(self._app, idempotent)
-    except NotHolder as error:
-      if not error.url or answer.status or MARK in request.headers:
-        raise
-      account.service.allowances.spend(request.key, 'requests', -1)  # That one counts it.
-      answer.held = None
-      await handle(functools.partial(self._forwarding, error, request, account.call), None)
-
   async def _handle(
     self,
     scope: Scope,
@@ -372,17 +357,18 @@ class Gate:
     request: GateRequest,
     account: Account,
     endless: bool,
-    app: ASGIApp,
     idempotent: IdempotentRequest | None,
   ) -> None:
-    """Run the handler; end the request if the client disconnects."""
-    call, gone, given = account.call, asyncio.Event(), False
+    """Run the handler; end the request if the client disconnects.
+
+    If another replica holds what the request changes, let that one answer it.
+    """
+    call, gone, store = account.call, asyncio.Event(), account.service.store
+    unread: list[Message] = [{'type': 'http.request', 'body': request.body, 'more_body': False}]
 
     async def replay() -> Message:
-      nonlocal given
-      if not given:
-        given = True
-        return {'type': 'http.request', 'body': request.body, 'more_body': False}
+      if unread:
+        return unread.pop()
       await gone.wait()
       return {'type': 'http.disconnect'}
 
@@ -399,11 +385,20 @@ class Gate:
       if self._lifetime.draining:  # `_end_endless` may have run just before this request was added.
         self._end_endless()
     try:
-      await app(scope, replay, answer)
+      try:
+        await self._app(scope, replay, answer)
+      except NotHolder as error:
+        if not error.url or answer.status or MARK in request.headers:
+          raise
+        if idempotent is not None:  # That one begins and counts the request.
+          await run_in_threadpool(store.abandon, idempotent)
+        account.service.allowances.spend(request.key, 'requests', -1)
+        answer.held = idempotent = None
+        await self._forwarding(error, request, call, scope, replay, answer)
       if idempotent is not None:
-        end = functools.partial(account.service.store.abandon, idempotent)
+        end = functools.partial(store.abandon, idempotent)
         if answer.status < 400 and answer.complete and scope['state']['kept']:
-          end = functools.partial(account.service.store.finish, idempotent, answer.status, answer.held_body)
+          end = functools.partial(store.finish, idempotent, answer.status, answer.held_body)
         idempotent = None
         try:
           await run_in_threadpool(end)  # Before the client has the answer, and may send the request again.
@@ -414,7 +409,7 @@ class Gate:
       self._endless.discard(call)
       watcher.cancel()
       if idempotent is not None:
-        await run_in_threadpool(account.service.store.abandon, idempotent)
+        await run_in_threadpool(store.abandon, idempotent)
 
   def _log_of(self, request: GateRequest) -> Log:
     return self._log.without_bodies() if request.unstored else self._log
@@ -422,20 +417,6 @@ class Gate:
   def _end_endless(self) -> None:
     for call in list(self._endless):
       call.end(NotReady('The service is shutting down.'))
-
-  # Authentication.
-
-  def _sender(self, keys: Keys, request: GateRequest) -> ApiKey:
-    """Return the data of the key that a request was sent with.
-
-    Raises:
-      Unauthorized: there is no valid key.
-    """
-    key = presented(request.headers)
-    found = keys.find(key) if key is not None else None
-    if found is None:
-      raise Unauthorized('An API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
-    return found
 
   # The request.
 

@@ -273,11 +273,9 @@ class KeyTable:
 
 
 def _matching(keys: Sequence[ApiKey], presented: str) -> ApiKey | None:
-  digest, found = digest_of(presented), None
-  for key in keys:
-    if hmac.compare_digest(key.digest, digest):
-      found = key
-  return found
+  digest = digest_of(presented)
+  found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
+  return found[-1] if found else None
 
 
 Keys = KeyFile | KeyTable

@@ -165,18 +165,15 @@ def drawn_of(
   account: Account, job: CompletionJob, prompt: Prompt, samples: Sequence[SampleRecord]
 ) -> list[DrawnCompletion]:
   """Convert samples of a prompt to `DrawnCompletion`, with the log-probs of their tokens if requested."""
-  topk, said = job.asked.topk, [None] * len(samples)
-  if topk is not None:
-    found: Sequence[Scored | None] = [None] * len(samples)
-    if topk:
-      found = account.score(job.target, [(prompt.tokens, sample.tokens) for sample in samples], topk=topk)
-    said = [
-      positions(sample.tokens, sample.log_probs.tolist(), scored) for sample, scored in zip(samples, found, strict=True)
-    ]
-  return [
-    DrawnCompletion(sample.tokens, sample.text, sample.finish_reason, sample.id or None, each)
-    for sample, each in zip(samples, said, strict=True)
-  ]
+  topk = job.asked.topk
+  found: Sequence[Scored | None] = [None] * len(samples)
+  if topk:
+    found = account.score(job.target, [(prompt.tokens, sample.tokens) for sample in samples], topk=topk)
+  drawn = []
+  for sample, scored in zip(samples, found, strict=True):
+    said = None if topk is None else positions(sample.tokens, sample.log_probs.tolist(), scored)
+    drawn.append(DrawnCompletion(sample.tokens, sample.text, sample.finish_reason, sample.id or None, said))
+  return drawn
 
 
 # Reading.

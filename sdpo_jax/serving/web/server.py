@@ -66,15 +66,9 @@ def listen(http: HttpConfig) -> socket.socket:
     UserError: the address is invalid or in use.
   """
   try:
-    family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
-    found = socket.socket(family, kind, protocol)
-    try:
-      found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      found.bind(address)
-      found.listen(2048)
-    except BaseException:
-      found.close()
-      raise
+    family, *_, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # Of ::, IPv4, too.
+    found = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
   except OSError as error:
     raise UserError(
       f'Cannot listen on serve.http.host={http.host}, serve.http.port={http.port} ({first_line(error)}): choose '
