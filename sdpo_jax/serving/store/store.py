@@ -370,8 +370,7 @@ class Store:
           self._end_head(owner, id, adapter.head)
       finally:
         self._doubt(id, folder)  # Until everything is erased.
-      with contextlib.suppress(FileExistsError):
-        self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
+      versions.bury(self.blobs, folder, id, self.clock())
       store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
         for kept in (self._doubtful, self._lost, self._locks, self._states):
@@ -690,18 +689,9 @@ class Store:
     """Write the next version of an adapter, and move HEAD from `before` to it; files with a seed are not written."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
-    manifest, content = versions.make_manifest(
-      adapter.id,
-      adapter.head,
-      parent=parent,
-      previous=None if before is None else before.digest,
-      reason=reason,
-      created=self.clock(),
-      details=details,
-      request=None if request is None else request.id,
-      files=files,
-      seed=seed,
-    )
+    version = Version(adapter.id, adapter.head, parent, reason, self.clock(), '', jsonable(details))
+    previous, id = before and before.digest, request and request.id
+    manifest, content = versions.make_manifest(version, previous, id, files, seed)
     place = f'{folder}/versions/{manifest.folder}'
     try:
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
@@ -968,8 +958,7 @@ class Store:
         break
     else:
       if known is None:  # Whoever creates it may be slow, and must not end any more.
-        with contextlib.suppress(FileExistsError):
-          self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
+        versions.bury(self.blobs, folder, id, self.clock())
     self._re_read(id, folder)
 
   def _re_read(self, id: str, folder: str) -> None:

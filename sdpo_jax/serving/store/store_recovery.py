@@ -231,8 +231,7 @@ def _put_right(
         lost[place.id] = (place.folder, str(what))
       continue
     if what is not None and what.head.deleted:
-      with contextlib.suppress(FileExistsError):
-        blobs.put_new(place.folder, {versions.TOMBSTONE: versions.tombstone(place.id, now)})
+      versions.bury(blobs, place.folder, place.id, now)
       erase(blobs, database, place.folder, place.id)
       continue
     kept.append(place)
