@@ -202,9 +202,8 @@ class PostgresConnections:
 
   def read(self, query: str, values: Sequence[Any]) -> list[tuple]:
     with self._failures():
-      if (within := getattr(self._within, 'connection', None)) is not None:
-        return _PostgresRows(within).execute(query, values).fetchall()
-      with self._pool.connection() as connection:
+      within = getattr(self._within, 'connection', None)
+      with self._pool.connection() if within is None else contextlib.nullcontext(within) as connection:
         return _PostgresRows(connection).execute(query, values).fetchall()
 
   def truncate_log(self) -> None:

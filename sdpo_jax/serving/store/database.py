@@ -157,12 +157,15 @@ class Database:
 
   def known(self, adapter: str) -> Known | None:
     """Return the entry of an adapter; None: there is none."""
-    rows = self.read(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
-    return _known(rows[0]) if rows else None
+    return next(iter(self._chosen('id = ?', adapter)), None)
 
   def all_known(self) -> list[Known]:
     """Return the entries of all adapters."""
-    return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
+    return self._chosen('1 = 1')
+
+  def _chosen(self, condition: str, *values: Any, limit: int = ALL) -> list[Known]:
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE {condition} ORDER BY created, id LIMIT ?'
+    return [_known(row) for row in self.read(query, (*values, limit))]
 
   def count(self, owner: str) -> int:
     """Return the number of adapters of an owner."""
@@ -174,14 +177,12 @@ class Database:
   ) -> list[AdapterRecord]:
     """Return adapters of an owner whose names have a prefix, the oldest first, made after a time or with a later id."""
     chosen = 'owner = ? AND deleted = 0 AND (created, id) > (?, ?) AND substr(name, 1, ?) = ?'
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE {chosen} ORDER BY created, id LIMIT ?'
-    return [_known(row).head.adapter for row in self.read(query, (owner, *after, len(prefix), prefix, limit))]
+    return [known.head.adapter for known in self._chosen(chosen, owner, *after, len(prefix), prefix, limit=limit)]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND deleted = 0 ORDER BY created, id LIMIT 1'
-    rows = self.read(query, (owner, name))
-    return _known(rows[0]).head.adapter if rows else None
+    found = self._chosen('owner = ? AND name = ? AND deleted = 0', owner, name, limit=1)
+    return found[0].head.adapter if found else None
 
   def put_head(self, rows: Rows, head: Head, tag: str) -> None:
     """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
@@ -201,13 +202,12 @@ class Database:
       keep: how many versions are kept beside the newest one and version 0; 0: all.
       before: seconds since the epoch. Adapters whose newest version is noted in the table `shrunk` are left out.
     """
-    rows = self.read(
-      f'SELECT {_ADAPTER} FROM adapters WHERE deleted = 0 AND ((? > 0 AND head - ? > kept_from) OR ('
+    chosen = (
+      'deleted = 0 AND ((? > 0 AND head - ? > kept_from) OR ('
       'EXISTS (SELECT 1 FROM versions v WHERE v.adapter = adapters.id AND v.number = head AND v.created <= ?) '
-      'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))',
-      (keep, keep, before),
+      'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))'
     )
-    return [_known(row).head.adapter for row in rows]
+    return [known.head.adapter for known in self._chosen(chosen, keep, keep, before)]
 
   def mark_deleted(self, rows: Rows, adapter: str) -> None:
     """Hide an adapter, since its data are about to be erased."""
@@ -248,12 +248,8 @@ class Database:
     """Insert or replace a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
-    put(
-      rows,
-      'versions',
-      vars(version) | made | {'details': json.dumps(version.details), 'damaged': None},
-      key='adapter, number',
-    )
+    values = vars(version) | made | {'details': json.dumps(version.details), 'damaged': None}
+    put(rows, 'versions', values, key='adapter, number')
 
   def put_damaged(self, rows: Rows, adapter: str, number: int, damaged: str) -> None:
     """Insert or replace a version as damaged, with a sentence about the damage."""
@@ -275,8 +271,7 @@ class Database:
 
   def drop_intent(self, rows: Rows, adapter: str, version: str | None = None) -> None:
     """Drop the intent of an adapter, or only that to commit a version, by its folder name: the outcome is known."""
-    chosen = {'adapter': adapter} if version is None else {'adapter': adapter, 'version': version}
-    rows.execute(f'DELETE FROM intents WHERE {" AND ".join(f"{name} = ?" for name in chosen)}', tuple(chosen.values()))
+    rows.execute('DELETE FROM intents WHERE adapter = ? AND version = coalesce(?, version)', (adapter, version))
 
   # Samples.
 
