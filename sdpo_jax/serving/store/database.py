@@ -107,11 +107,6 @@ class Database:
     """Whether other processes may use it, too."""
     return self.connections.dialect != 'sqlite'
 
-  @property
-  def failed(self) -> bool:
-    """Whether reading or writing has failed since the last successful `check`."""
-    return self.connections.failed
-
   def close(self) -> None:
     """Close the connections; later calls fail."""
     self.connections.close()
@@ -119,10 +114,6 @@ class Database:
   def writing(self, *, full: bool = False, alone: str | None = None) -> contextlib.AbstractContextManager[Rows]:
     """Run a block in a transaction, see `Connections.writing`."""
     return self.connections.writing(full, alone)
-
-  def truncate_log(self) -> None:
-    """Move the write-ahead log of SQLite into the database, so that no erased data remain in the log."""
-    self.connections.truncate_log()
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
     """Return the rows of a query; `values` fill its placeholders."""
@@ -251,10 +242,6 @@ class Database:
     values = vars(version) | made | {'details': json.dumps(version.details), 'damaged': None}
     put(rows, 'versions', values, key='adapter, number')
 
-  def put_damaged(self, rows: Rows, adapter: str, number: int, damaged: str) -> None:
-    """Insert or replace a version as damaged, with a sentence about the damage."""
-    put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, key='adapter, number')
-
   def drop_versions(self, rows: Rows, adapter: str, first: int, end: int) -> None:
     """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
     rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
@@ -348,18 +335,10 @@ class Database:
       (adapter, version, owner, request.key),
     )
 
-  def note_about(self, rows: Rows, owner: str, key: str, adapter: str) -> None:
-    """Store which adapter a request is about."""
-    rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
-
   def is_there(self, rows: Rows, adapter: str, owner: str) -> bool:
     """Return whether an owner has an adapter, which then cannot be erased before the transaction ends."""
     query = 'SELECT 1 FROM adapters WHERE id = ? AND owner = ? AND deleted = 0' + ' FOR SHARE' * self.shared
     return bool(rows.execute(query, (adapter, owner)).fetchall())
-
-  def drop_open_requests(self, rows: Rows) -> None:
-    """Drop requests that had made nothing when their process ended, so that they can be sent again."""
-    rows.execute("DELETE FROM requests WHERE state = 'open'")
 
   def expire_requests(self, rows: Rows, before: float) -> int:
     """Drop finished requests that began before a time; return how many."""

@@ -206,7 +206,7 @@ class Store(contextlib.AbstractContextManager):
       closed, self._closed = self._closed, True
       settled = self._compared is None and not (self._changes or self._doubtful or self._lost or self._under_way)
     with contextlib.suppress(StorageFailed):
-      if self.database.failed and not closed:  # The next start finds out whether it is damaged.
+      if self.database.connections.failed and not closed:  # The next start finds out whether it is damaged.
         store_recovery.take_stamp(self.blobs)
       elif settled and not (closed or self.blobs.failed or self.database.unfinished()):
         store_recovery.leave_stamp(self.blobs, self.database, store_recovery.CLOSED)
@@ -221,7 +221,7 @@ class Store(contextlib.AbstractContextManager):
     if any(_free(place) < 2 * self._need for place in places if place and is_local(place)):
       return 'The disk is full.'
     with self._lock:
-      failed = self.blobs.failed or self.database.failed
+      failed = self.blobs.failed or self.database.connections.failed
       if not failed or time.monotonic() < self._look_again:
         return 'The storage cannot be written.' * failed
       self._look_again = time.monotonic() + _AGAIN
@@ -233,7 +233,7 @@ class Store(contextlib.AbstractContextManager):
       self.blobs.failed = False
     except (StorageFailed, LostSwapError) as error:
       _logger.warning('The storage cannot be written: %s', error)
-    return 'The storage cannot be written.' * (self.blobs.failed or self.database.failed)
+    return 'The storage cannot be written.' * (self.blobs.failed or self.database.connections.failed)
 
   def __exit__(self, *_: object) -> None:
     self.close()
@@ -622,7 +622,7 @@ class Store(contextlib.AbstractContextManager):
         samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
         requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
       if samples or requests:
-        self.database.truncate_log()
+        self.database.connections.truncate_log()
     return Retained(sum(removed), samples, requests)
 
   def _shrink(self, adapter: AdapterRecord, idle: float) -> int:
@@ -1060,7 +1060,8 @@ class Store(contextlib.AbstractContextManager):
   def about(self, request: IdempotentRequest, adapter: str) -> None:
     """Store which adapter a request is about, so that its response is erased with the adapter."""
     with self.database.writing() as rows:
-      self.database.note_about(rows, request.owner, request.id.key, adapter)
+      values = adapter, request.owner, request.id.key
+      rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', values)
 
   def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
     """Store the response of a request, for repeats of the request."""
