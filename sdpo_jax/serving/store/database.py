@@ -178,10 +178,9 @@ class Database:
   def put_head(self, rows: Rows, head: Head, tag: str) -> None:
     """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
     adapter = head.adapter
-    first = 1
-    for end in (*sorted(int(number) for number in head.pinned if int(number) < head.kept_from), head.kept_from):
-      self.drop_versions(rows, adapter.id, first, end)
-      first = end + 1
+    kept = ', '.join(['0', *(str(int(number)) for number in head.pinned)])
+    gone = f'adapter = ? AND number < ? AND number NOT IN ({kept})'
+    rows.execute(f'DELETE FROM versions WHERE {gone}', (adapter.id, head.kept_from))
     own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
     texts = {'settings': json.dumps(adapter.settings), 'pinned': json.dumps(head.pinned)}
     put(rows, 'adapters', vars(adapter) | own | texts | {'deleted': 0}, key='id')
@@ -241,10 +240,6 @@ class Database:
     made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
     values = vars(version) | made | {'details': json.dumps(version.details), 'damaged': None}
     put(rows, 'versions', values, key='adapter, number')
-
-  def drop_versions(self, rows: Rows, adapter: str, first: int, end: int) -> None:
-    """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
-    rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
 
   # Intents.
 

@@ -22,7 +22,7 @@ from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
 from sdpo_jax.serving.store.connections import Rows
-from sdpo_jax.serving.store.database import ALL, Database, Known, put
+from sdpo_jax.serving.store.database import Database, Known, put
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
@@ -313,7 +313,7 @@ def _note(database: Database, found: Iterable[_Found], check: Check) -> None:
       adapter = one.head.adapter
       if check is not None:
         check(rows, adapter.id)
-      database.drop_versions(rows, adapter.id, 0, ALL)
+      rows.execute('DELETE FROM versions WHERE adapter = ?', (adapter.id,))
       for manifest in one.manifests.values():
         database.put_version(rows, manifest)
         if manifest.request is not None:
