@@ -139,7 +139,7 @@ class Sessions:
       self.get(adapter, session)
       with self._database.writing(full=True) as rows:
         session_tables.erase_session(rows, session)
-      self._database.truncate_log()
+      self._database.connections.truncate_log()
 
   # Turns.
 

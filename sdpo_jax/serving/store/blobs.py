@@ -15,7 +15,7 @@ import hashlib
 import os
 import pathlib
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import (
@@ -55,11 +55,17 @@ class LostSwapError(Exception):
   """A compare-and-swap has failed, because the blob has another tag than expected."""
 
 
-class Blobs(Protocol):
+class Blobs:
   """The blobs below one root; any thread may call. A failed read or write raises StorageFailed, naming the blob."""
 
-  name: str  # The name of the root, for messages.
-  failed: bool  # Whether a read or write has failed; whoever has seen writing succeed resets it.
+  _errors: tuple[type[Exception], ...] = (OSError,)  # What a failed read or write raises.
+  _way_out: str  # What can be done about it, for messages.
+
+  def __init__(self, name: str, threads: int):
+    """Make what is common to all places; use `open_blobs` instead."""
+    self.name = name  # The name of the root, for messages.
+    self.failed = False  # Whether a read or write has failed; whoever has seen writing succeed resets it.
+    self._pool = ThreadPoolExecutor(threads, thread_name_prefix='blobs')
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     """Write new blobs, by their names below `folder`; those in `last` become visible after the others.
@@ -95,6 +101,20 @@ class Blobs(Protocol):
 
   def close(self) -> None:
     """Shut down the threads that write blobs."""
+    self._pool.shutdown()
+
+  @contextlib.contextmanager
+  def _failures(self, place: object) -> Iterator[None]:
+    try:
+      yield
+    except (FileNotFoundError, FileExistsError):
+      raise
+    except self._errors as error:
+      self.failed = True
+      raise StorageFailed(
+        f'{place} cannot be read or written ({first_line(error)}): {self._way_out}, and retry; '
+        'nothing that was acknowledged is lost.'
+      ) from error
 
 
 def open_blobs(root: str, **options: Any) -> Blobs:
@@ -113,8 +133,10 @@ def open_blobs(root: str, **options: Any) -> Blobs:
   return RemoteBlobs(root, **options)
 
 
-class LocalBlobs:
+class LocalBlobs(Blobs):
   """Blobs as files below a local folder, which is made with mode 0700."""
+
+  _way_out = 'make room on its disk, or check the disk'
 
   def __init__(self, root: pathlib.Path):
     """Open a folder, which is made if missing.
@@ -129,8 +151,8 @@ class LocalBlobs:
       raise UserError(
         f'serve.store.root={root} cannot be made ({first_line(error)}): name a folder that can be written to.'
       ) from error
-    self.name, self._root, self.failed = str(root), root, False
-    self._pool = ThreadPoolExecutor(SYNCS, thread_name_prefix='blobs')
+    super().__init__(str(root), SYNCS)
+    self._root = root
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     # The order does not matter, since nobody reads the folder before a HEAD names it.
@@ -149,15 +171,15 @@ class LocalBlobs:
 
   def get(self, key: str) -> bytes:
     path = self._root / key
-    with self._failures(path):
-      return _read(path)
+    with self._failures(path), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), 'rb') as file:
+      return file.read()
 
   def tagged(self, key: str) -> Tagged | None:
     try:
       content = self.get(key)
     except FileNotFoundError:
       return None
-    return Tagged(content, _tag(content))
+    return Tagged(content, {'sha256': hashlib.sha256(content).hexdigest()})
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
     path = self._root / key
@@ -165,11 +187,8 @@ class LocalBlobs:
       make_directory(path.parent)
       # This lock makes the swap atomic even against processes that do not hold the store's lock.
       with locked(path.parent, os.O_RDONLY | os.O_DIRECTORY):
-        try:
-          found = _tag(_read(path))
-        except FileNotFoundError:
-          found = None
-        if found != (None if expected is None else expected.tag):
+        found = self.tagged(key)
+        if (found and found.tag) != (expected and expected.tag):
           raise LostSwapError(f'{path} has changed.')
         write_atomically(path, content, 0o600)
 
@@ -220,22 +239,6 @@ class LocalBlobs:
       with self._failures(folder):
         _prune(folder, stays)
 
-  def close(self) -> None:
-    self._pool.shutdown()
-
-  @contextlib.contextmanager
-  def _failures(self, path: pathlib.Path) -> Iterator[None]:
-    try:
-      yield
-    except (FileNotFoundError, FileExistsError):
-      raise
-    except OSError as error:
-      self.failed = True
-      raise StorageFailed(
-        f'{path} cannot be read or written ({first_line(error)}): make room on its disk, or check the disk, and retry; '
-        'nothing that was acknowledged is lost.'
-      ) from error
-
 
 def _create(path: pathlib.Path, content: bytes) -> None:
   try:
@@ -271,15 +274,6 @@ def _prune(folder: pathlib.Path, stays: pathlib.Path) -> None:
     sync_directory(folder)
 
 
-def _read(path: pathlib.Path) -> bytes:
-  with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), 'rb') as file:
-    return file.read()
-
-
-def _tag(content: bytes) -> Mapping[str, str]:
-  return {'sha256': hashlib.sha256(content).hexdigest()}
-
-
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
   """Hold the lock of a local file or folder, opened with these flags; it is also released if the process dies."""
@@ -294,8 +288,10 @@ def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
 _memory: dict[str, Any] = {}  # In-memory stores by their URL, memory://name.
 
 
-class RemoteBlobs:
+class RemoteBlobs(Blobs):
   """Blobs of an object store, in which every put is durable and atomic."""
+
+  _way_out = 'check that the store can be reached and that the account may write to it'
 
   def __init__(self, url: str, **options: Any):
     """Open an object store.
@@ -315,7 +311,8 @@ class RemoteBlobs:
       raise UserError(
         f'serve.store.root={url} needs the package obstore: install sdpo_jax[serve], or name a local folder.'
       ) from error
-    self.name, self._obstore, self._errors, self.failed = url.rstrip('/'), obstore, exceptions, False
+    super().__init__(url.rstrip('/'), REQUESTS)
+    self._obstore, self._exceptions, self._errors = obstore, exceptions, (exceptions.BaseError, OSError)
     try:
       if url.startswith('memory://'):
         self._store = _memory.setdefault(url, obstore.store.MemoryStore())
@@ -325,7 +322,6 @@ class RemoteBlobs:
       raise UserError(
         f'serve.store.root={url} cannot be opened ({first_line(error)}): name a local folder, s3://… or gs://….'
       ) from error
-    self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix='blobs')
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
     for part in (contents, last):
@@ -333,10 +329,10 @@ class RemoteBlobs:
       list(self._pool.map(self._create, keys, part.values()))
 
   def _create(self, key: str, content: bytes) -> None:
-    with self._failures(key):
+    with self._failures(f'{self.name}/{key}'):
       try:
         self._obstore.put(self._store, key, content, mode='create')
-      except self._errors.AlreadyExistsError as error:
+      except self._exceptions.AlreadyExistsError as error:
         # Since obstore repeats a put whose response was lost, the blob may be our own.
         found = self.tagged(key)
         if found is None:  # S3 says so (409), too, while another put of the blob has not ended.
@@ -345,11 +341,11 @@ class RemoteBlobs:
           raise FileExistsError(f'{self.name}/{key} is there already.') from None
 
   def get(self, key: str) -> bytes:
-    with self._failures(key):
+    with self._failures(f'{self.name}/{key}'):
       return bytes(self._obstore.get(self._store, key).bytes())
 
   def tagged(self, key: str) -> Tagged | None:
-    with self._failures(key):
+    with self._failures(f'{self.name}/{key}'):
       try:
         found = self._obstore.get(self._store, key)
         content = bytes(found.bytes())
@@ -359,24 +355,24 @@ class RemoteBlobs:
       return Tagged(content, tag)
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
-    with self._failures(key):
+    with self._failures(f'{self.name}/{key}'):
       try:
         mode = 'create' if expected is None else dict(expected.tag)
         self._obstore.put(self._store, key, content, mode=mode)
-      except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError):
+      except (self._exceptions.AlreadyExistsError, self._exceptions.PreconditionError, FileNotFoundError):
         found = self.tagged(key)  # As in `_create`.
         if found is None or found.content != content:
           raise LostSwapError(f'{self.name}/{key} has changed.') from None
 
   def put(self, key: str, content: bytes) -> None:
-    with self._failures(key):
+    with self._failures(f'{self.name}/{key}'):
       self._obstore.put(self._store, key, content)
 
   def renew(self, key: str, content: bytes) -> None:
     """Do nothing, since every blob that can be read is durable."""
 
   def list(self, prefix: str = '') -> Iterator[BlobEntry]:
-    with self._failures(prefix):
+    with self._failures(f'{self.name}/{prefix}'):
       for page in self._obstore.list(self._store, prefix=prefix or None):
         for entry in page:
           yield BlobEntry(entry['path'], entry['size'], entry['last_modified'].timestamp())
@@ -384,22 +380,6 @@ class RemoteBlobs:
   def delete(self, keys: Iterable[str], below: str) -> None:
     list(self._pool.map(self._erase, keys))
 
-  def close(self) -> None:
-    self._pool.shutdown()
-
   def _erase(self, key: str) -> None:
-    with self._failures(key), contextlib.suppress(FileNotFoundError):
+    with self._failures(f'{self.name}/{key}'), contextlib.suppress(FileNotFoundError):
       self._obstore.delete(self._store, key)
-
-  @contextlib.contextmanager
-  def _failures(self, key: str) -> Iterator[None]:
-    try:
-      yield
-    except (FileNotFoundError, FileExistsError, StorageFailed):
-      raise
-    except (self._errors.BaseError, OSError) as error:
-      self.failed = True
-      raise StorageFailed(
-        f'{self.name}/{key} cannot be read or written ({first_line(error)}): check that the store can be reached and '
-        'that the account may write to it, and retry; nothing that was acknowledged is lost.'
-      ) from error

@@ -41,7 +41,7 @@ class Connections(Protocol):
   dialect: str  # 'sqlite' or 'postgresql', as SQLAlchemy names it.
   name: str  # For messages, without a password.
   folder: str  # Of its local file; empty: it has none.
-  failed: bool  # Whether reading or writing has failed; whoever has seen writing succeed resets it.
+  failed: bool  # Whether reading or writing has failed since the last successful `Database.check`.
 
   def writing(self, full: bool, alone: str | None) -> contextlib.AbstractContextManager[Rows]:
     """Run a block in a transaction, which is rolled back if the block raises.
@@ -55,7 +55,7 @@ class Connections(Protocol):
     """Return the rows of a query, within the transaction that the thread is in, if it is in one."""
 
   def truncate_log(self) -> None:
-    """Remove erased data from the log, if the database leaves that to its users."""
+    """Move the write-ahead log of SQLite into the database, so that no erased data remain in the log."""
 
   def close(self) -> None:
     """Close all connections; later calls fail."""
@@ -202,9 +202,8 @@ class PostgresConnections:
 
   def read(self, query: str, values: Sequence[Any]) -> list[tuple]:
     with self._failures():
-      if (within := getattr(self._within, 'connection', None)) is not None:
-        return _PostgresRows(within).execute(query, values).fetchall()
-      with self._pool.connection() as connection:
+      within = getattr(self._within, 'connection', None)
+      with self._pool.connection() if within is None else contextlib.nullcontext(within) as connection:
         return _PostgresRows(connection).execute(query, values).fetchall()
 
   def truncate_log(self) -> None:

@@ -107,11 +107,6 @@ class Database:
     """Whether other processes may use it, too."""
     return self.connections.dialect != 'sqlite'
 
-  @property
-  def failed(self) -> bool:
-    """Whether reading or writing has failed since the last successful `check`."""
-    return self.connections.failed
-
   def close(self) -> None:
     """Close the connections; later calls fail."""
     self.connections.close()
@@ -119,10 +114,6 @@ class Database:
   def writing(self, *, full: bool = False, alone: str | None = None) -> contextlib.AbstractContextManager[Rows]:
     """Run a block in a transaction, see `Connections.writing`."""
     return self.connections.writing(full, alone)
-
-  def truncate_log(self) -> None:
-    """Move the write-ahead log of SQLite into the database, so that no erased data remain in the log."""
-    self.connections.truncate_log()
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
     """Return the rows of a query; `values` fill its placeholders."""
@@ -157,12 +148,15 @@ class Database:
 
   def known(self, adapter: str) -> Known | None:
     """Return the entry of an adapter; None: there is none."""
-    rows = self.read(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
-    return _known(rows[0]) if rows else None
+    return next(iter(self._chosen('id = ?', adapter)), None)
 
   def all_known(self) -> list[Known]:
     """Return the entries of all adapters."""
-    return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
+    return self._chosen('1 = 1')
+
+  def _chosen(self, condition: str, *values: Any, limit: int = ALL) -> list[Known]:
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE {condition} ORDER BY created, id LIMIT ?'
+    return [_known(row) for row in self.read(query, (*values, limit))]
 
   def count(self, owner: str) -> int:
     """Return the number of adapters of an owner."""
@@ -174,22 +168,19 @@ class Database:
   ) -> list[AdapterRecord]:
     """Return adapters of an owner whose names have a prefix, the oldest first, made after a time or with a later id."""
     chosen = 'owner = ? AND deleted = 0 AND (created, id) > (?, ?) AND substr(name, 1, ?) = ?'
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE {chosen} ORDER BY created, id LIMIT ?'
-    return [_known(row).head.adapter for row in self.read(query, (owner, *after, len(prefix), prefix, limit))]
+    return [known.head.adapter for known in self._chosen(chosen, owner, *after, len(prefix), prefix, limit=limit)]
 
   def by_name(self, owner: str, name: str) -> AdapterRecord | None:
     """Return the adapter of an owner that has a name, the oldest if there are several; None: there is none."""
-    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND deleted = 0 ORDER BY created, id LIMIT 1'
-    rows = self.read(query, (owner, name))
-    return _known(rows[0]).head.adapter if rows else None
+    found = self._chosen('owner = ? AND name = ? AND deleted = 0', owner, name, limit=1)
+    return found[0].head.adapter if found else None
 
   def put_head(self, rows: Rows, head: Head, tag: str) -> None:
     """Store the contents of an adapter's HEAD, and drop the versions that were removed according to it."""
     adapter = head.adapter
-    first = 1
-    for end in (*sorted(int(number) for number in head.pinned if int(number) < head.kept_from), head.kept_from):
-      self.drop_versions(rows, adapter.id, first, end)
-      first = end + 1
+    kept = ', '.join(['0', *(str(int(number)) for number in head.pinned)])
+    gone = f'adapter = ? AND number < ? AND number NOT IN ({kept})'
+    rows.execute(f'DELETE FROM versions WHERE {gone}', (adapter.id, head.kept_from))
     own = {name: getattr(head, name) for name in ('digest', 'origin', 'kept_from')} | {'tag': tag}
     texts = {'settings': json.dumps(adapter.settings), 'pinned': json.dumps(head.pinned)}
     put(rows, 'adapters', vars(adapter) | own | texts | {'deleted': 0}, key='id')
@@ -201,13 +192,12 @@ class Database:
       keep: how many versions are kept beside the newest one and version 0; 0: all.
       before: seconds since the epoch. Adapters whose newest version is noted in the table `shrunk` are left out.
     """
-    rows = self.read(
-      f'SELECT {_ADAPTER} FROM adapters WHERE deleted = 0 AND ((? > 0 AND head - ? > kept_from) OR ('
+    chosen = (
+      'deleted = 0 AND ((? > 0 AND head - ? > kept_from) OR ('
       'EXISTS (SELECT 1 FROM versions v WHERE v.adapter = adapters.id AND v.number = head AND v.created <= ?) '
-      'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))',
-      (keep, keep, before),
+      'AND NOT EXISTS (SELECT 1 FROM shrunk s WHERE s.adapter = adapters.id AND s.head = adapters.head)))'
     )
-    return [_known(row).head.adapter for row in rows]
+    return [known.head.adapter for known in self._chosen(chosen, keep, keep, before)]
 
   def mark_deleted(self, rows: Rows, adapter: str) -> None:
     """Hide an adapter, since its data are about to be erased."""
@@ -248,20 +238,8 @@ class Database:
     """Insert or replace a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     made = {'previous': manifest.previous, 'request_key': request.key, 'request_body': request.body}
-    put(
-      rows,
-      'versions',
-      vars(version) | made | {'details': json.dumps(version.details), 'damaged': None},
-      key='adapter, number',
-    )
-
-  def put_damaged(self, rows: Rows, adapter: str, number: int, damaged: str) -> None:
-    """Insert or replace a version as damaged, with a sentence about the damage."""
-    put(rows, 'versions', {'adapter': adapter, 'number': number, 'damaged': damaged}, key='adapter, number')
-
-  def drop_versions(self, rows: Rows, adapter: str, first: int, end: int) -> None:
-    """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
-    rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
+    values = vars(version) | made | {'details': json.dumps(version.details), 'damaged': None}
+    put(rows, 'versions', values, key='adapter, number')
 
   # Intents.
 
@@ -275,8 +253,7 @@ class Database:
 
   def drop_intent(self, rows: Rows, adapter: str, version: str | None = None) -> None:
     """Drop the intent of an adapter, or only that to commit a version, by its folder name: the outcome is known."""
-    chosen = {'adapter': adapter} if version is None else {'adapter': adapter, 'version': version}
-    rows.execute(f'DELETE FROM intents WHERE {" AND ".join(f"{name} = ?" for name in chosen)}', tuple(chosen.values()))
+    rows.execute('DELETE FROM intents WHERE adapter = ? AND version = coalesce(?, version)', (adapter, version))
 
   # Samples.
 
@@ -353,18 +330,10 @@ class Database:
       (adapter, version, owner, request.key),
     )
 
-  def note_about(self, rows: Rows, owner: str, key: str, adapter: str) -> None:
-    """Store which adapter a request is about."""
-    rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
-
   def is_there(self, rows: Rows, adapter: str, owner: str) -> bool:
     """Return whether an owner has an adapter, which then cannot be erased before the transaction ends."""
     query = 'SELECT 1 FROM adapters WHERE id = ? AND owner = ? AND deleted = 0' + ' FOR SHARE' * self.shared
     return bool(rows.execute(query, (adapter, owner)).fetchall())
-
-  def drop_open_requests(self, rows: Rows) -> None:
-    """Drop requests that had made nothing when their process ended, so that they can be sent again."""
-    rows.execute("DELETE FROM requests WHERE state = 'open'")
 
   def expire_requests(self, rows: Rows, before: float) -> int:
     """Drop finished requests that began before a time; return how many."""

@@ -39,12 +39,12 @@ class Leases:
     """
     self.replica = secrets.token_hex(8)
     self._database, self._url = database, url
-    self._lock = threading.Lock()  # Guards the fields below against other writers.
+    self._lock = threading.RLock()  # Guards the fields below against other writers.
     self._held: dict[str, int] = {}  # Epochs by key.
     self.drained = False  # Whether no lease is kept for long any more.
     self.ahead = 0.0  # Seconds by which the database's clock is ahead of this one.
     self.valid_until = 0.0  # The time.monotonic() until which they are surely not taken over.
-    self._renew()
+    self.renew()
     self.stopped = threading.Event()
     self.thread = threading.Thread(target=self._keep, name='leases', daemon=True)
     self.thread.start()
@@ -79,22 +79,18 @@ class Leases:
   def renew(self) -> None:
     """Renew the leases; raises StorageFailed."""
     with self._lock:
-      self._renew()
-
-  def _renew(self) -> None:
-    began = time.monotonic()
-    with self._database.writing(full=True) as rows:
-      [(expires,)] = rows.execute(
-        f'INSERT INTO replicas (id, url, expires) VALUES (?, ?, {_NOW} + ?) '
-        'ON CONFLICT (id) DO UPDATE SET expires = excluded.expires RETURNING expires',
-        (self.replica, self._url, LIFETIME),
-      ).fetchall()
-      self.ahead = expires - LIFETIME - time.time()
-      if began >= self.valid_until:  # Others may have taken some.
-        found = rows.execute('SELECT adapter, epoch FROM leases WHERE replica = ?', (self.replica,)).fetchall()
-        left = {key for key, epoch in found if self._held.get(key) == epoch}
-        self._held = {key: epoch for key, epoch in self._held.items() if key in left}
-    self.valid_until = began + LIFETIME
+      began = time.monotonic()
+      with self._database.writing(full=True) as rows:
+        [(expires,)] = rows.execute(
+          f'INSERT INTO replicas (id, url, expires) VALUES (?, ?, {_NOW} + ?) '
+          'ON CONFLICT (id) DO UPDATE SET expires = excluded.expires RETURNING expires',
+          (self.replica, self._url, LIFETIME),
+        ).fetchall()
+        self.ahead = expires - LIFETIME - time.time()
+        if began >= self.valid_until:  # Others may have taken some.
+          found = rows.execute('SELECT adapter, epoch FROM leases WHERE replica = ?', (self.replica,)).fetchall()
+          self._held = {key: epoch for key, epoch in found if self._held.get(key) == epoch}
+      self.valid_until = began + LIFETIME
 
   def epoch(self, key: str) -> int | None:
     """Return the epoch of a lease that this replica has and can use; None: see `take`."""
@@ -107,7 +103,7 @@ class Leases:
       NotHolder: a living replica has it.
     """
     with self._lock:
-      self._renew()
+      self.renew()
       with self._database.writing(full=True, alone=f'lease {key}') as rows:
         found = rows.execute(
           f'SELECT replica, epoch, (SELECT url FROM replicas r WHERE r.id = replica AND r.expires > {_NOW}) '

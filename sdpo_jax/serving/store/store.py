@@ -95,7 +95,7 @@ class StoredResponse:
   version: int | None  # The version that the request made; None: none.
 
 
-class Store:
+class Store(contextlib.AbstractContextManager):
   """The adapters of all owners; any thread may call. Use `Store.open`, and `close` at the end.
 
   All methods that write may raise StorageFailed; then nothing has changed, unless the message says otherwise.
@@ -206,7 +206,7 @@ class Store:
       closed, self._closed = self._closed, True
       settled = self._compared is None and not (self._changes or self._doubtful or self._lost or self._under_way)
     with contextlib.suppress(StorageFailed):
-      if self.database.failed and not closed:  # The next start finds out whether it is damaged.
+      if self.database.connections.failed and not closed:  # The next start finds out whether it is damaged.
         store_recovery.take_stamp(self.blobs)
       elif settled and not (closed or self.blobs.failed or self.database.unfinished()):
         store_recovery.leave_stamp(self.blobs, self.database, store_recovery.CLOSED)
@@ -221,7 +221,7 @@ class Store:
     if any(_free(place) < 2 * self._need for place in places if place and is_local(place)):
       return 'The disk is full.'
     with self._lock:
-      failed = self.blobs.failed or self.database.failed
+      failed = self.blobs.failed or self.database.connections.failed
       if not failed or time.monotonic() < self._look_again:
         return 'The storage cannot be written.' * failed
       self._look_again = time.monotonic() + _AGAIN
@@ -233,10 +233,7 @@ class Store:
       self.blobs.failed = False
     except (StorageFailed, LostSwapError) as error:
       _logger.warning('The storage cannot be written: %s', error)
-    return 'The storage cannot be written.' * (self.blobs.failed or self.database.failed)
-
-  def __enter__(self) -> Store:
-    return self
+    return 'The storage cannot be written.' * (self.blobs.failed or self.database.connections.failed)
 
   def __exit__(self, *_: object) -> None:
     self.close()
@@ -358,20 +355,18 @@ class Store:
     if self._lost_of(owner, id) is None:
       self._known(owner, id)
     with self._alone(id):
-      if self._lost_of(owner, id) is None:
-        adapter = self._known(owner, id).head.adapter
-        if expected is not None and adapter.head != expected:
-          raise _conflict(adapter)
+      adapter = None if self._lost_of(owner, id) else self._known(owner, id).head.adapter
+      if adapter is not None and expected not in (None, adapter.head):
+        raise _conflict(adapter)
       folder = versions.adapter_folder(owner, id)
       with self._fenced(id) as rows:
         self.database.put_intent(rows, id, folder)
       try:
-        if self.leases is not None and self._lost_of(owner, id) is None:
+        if self.leases is not None and adapter is not None:
           self._end_head(owner, id, adapter.head)
       finally:
         self._doubt(id, folder)  # Until everything is erased.
-      with contextlib.suppress(FileExistsError):
-        self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
+      versions.bury(self.blobs, folder, id, self.clock())
       store_recovery.erase(self.blobs, self.database, folder, id)
       with self._lock:
         for kept in (self._doubtful, self._lost, self._locks, self._states):
@@ -540,9 +535,8 @@ class Store:
       older = [key for key, of in states if of.number < version.number and str(of.number) not in known.head.pinned]
       self.blobs.delete(older, folder)
       adapter, keep = known.head.adapter, self.retention.keep_versions
-      if (
-        keep and adapter.head - 2 * keep > known.head.kept_from
-      ):  # `retain` is too rare for one that learns all the time.
+      # `retain` is too rare for one that learns all the time.
+      if keep and adapter.head - 2 * keep > known.head.kept_from:
         with contextlib.suppress(VersionConflict, Damaged, NotHolder), self._alone(id):
           self._shrink(adapter, -math.inf)
     except (NotFound, FileNotFoundError):  # The adapter or the version was removed.
@@ -589,7 +583,7 @@ class Store:
     for id in ids:
       try:
         do(id)
-      except (NotFound, Damaged, NotHolder):
+      except (NotFound, VersionConflict, Damaged, NotHolder):  # It was deleted, changed meanwhile, or is damaged.
         continue
       except StorageFailed as error:
         failed = error
@@ -605,7 +599,6 @@ class Store:
       now: seconds since the epoch; None: the clock's time.
     """
     now = self.clock() if now is None else now
-    removed, failed = 0, None
     self.settle_doubtful()
     if self._compared is not None:
       self._compare_all()
@@ -614,25 +607,23 @@ class Store:
       self.leases.forget_dead()
     for id in list(self._states):
       self._writer.submit(self._write_state, id)
-    idle = now - self.retention.idle_s
-    for adapter in self.database.to_shrink(self.retention.keep_versions, idle):
-      if adapter.id in self._states:  # It has just learned, or its state must be written first.
-        continue
-      try:
-        with self._alone(adapter.id, visit=True):
-          removed += self._shrink(adapter, idle)
-      except (NotFound, VersionConflict, Damaged, NotHolder):  # It was deleted, changed meanwhile, or is damaged.
-        continue
-      except StorageFailed as error:  # The others first.
-        failed = error
-    with self.database.writing() as rows:
-      samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
-      requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
-    if samples or requests:
-      self.database.truncate_log()
-    if failed is not None:
-      raise failed
-    return Retained(removed, samples, requests)
+    idle, removed = now - self.retention.idle_s, []
+    adapters = {adapter.id: adapter for adapter in self.database.to_shrink(self.retention.keep_versions, idle)}
+
+    def visit(id: str) -> None:
+      if id not in self._states:  # Else it has just learned, or its state must be written first.
+        with self._alone(id, visit=True):
+          removed.append(self._shrink(adapters[id], idle))
+
+    try:
+      self._each(adapters, visit)
+    finally:
+      with self.database.writing() as rows:
+        samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
+        requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
+      if samples or requests:
+        self.database.connections.truncate_log()
+    return Retained(sum(removed), samples, requests)
 
   def _shrink(self, adapter: AdapterRecord, idle: float) -> int:
     """Remove what retention no longer keeps of an adapter; return how many versions were removed.
@@ -690,18 +681,9 @@ class Store:
     """Write the next version of an adapter, and move HEAD from `before` to it; files with a seed are not written."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
-    manifest, content = versions.make_manifest(
-      adapter.id,
-      adapter.head,
-      parent=parent,
-      previous=None if before is None else before.digest,
-      reason=reason,
-      created=self.clock(),
-      details=details,
-      request=None if request is None else request.id,
-      files=files,
-      seed=seed,
-    )
+    version = Version(adapter.id, adapter.head, parent, reason, self.clock(), '', jsonable(details))
+    previous, id = before and before.digest, request and request.id
+    manifest, content = versions.make_manifest(version, previous, id, files, seed)
     place = f'{folder}/versions/{manifest.folder}'
     try:
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (before is None)) as rows:
@@ -968,8 +950,7 @@ class Store:
         break
     else:
       if known is None:  # Whoever creates it may be slow, and must not end any more.
-        with contextlib.suppress(FileExistsError):
-          self.blobs.put_new(folder, {versions.TOMBSTONE: versions.tombstone(id, self.clock())})
+        versions.bury(self.blobs, folder, id, self.clock())
     self._re_read(id, folder)
 
   def _re_read(self, id: str, folder: str) -> None:
@@ -1028,8 +1009,7 @@ class Store:
       InFlight: the request is in progress.
       Unprocessable: a different request was sent with this key.
     """
-    key = hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()
-    return self._begin(owner, RequestId(key, body_digest))
+    return self.begin_part(owner, hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest(), body_digest)
 
   def part(self, request: IdempotentRequest, index: int) -> IdempotentRequest | StoredResponse:
     """Begin one part of a request in progress, or return its stored response.
@@ -1045,24 +1025,21 @@ class Store:
 
   def begin_part(self, owner: str, key: str, body: str) -> IdempotentRequest | StoredResponse:
     """Begin a part of a request that may be in progress in another process, see `part`; `key` and `body` of its id."""
-    return self._begin(owner, RequestId(key, body))
-
-  def _begin(self, owner: str, id: RequestId) -> IdempotentRequest | StoredResponse:
     since, replica = self.clock() - self.retention.request_ttl_s, self._replica
     self._settle_all(owner)  # The request may have made something before it failed.
-    row = self.database.request(owner, id.key) if replica else None
+    row = self.database.request(owner, key) if replica else None
     if row is not None and row.state == 'open' and row.replica != replica and not self.leases.lives(row.replica):
       self._adopt(owner)  # Likewise.
-    request = IdempotentRequest(owner, id)
+    request = IdempotentRequest(owner, RequestId(key, body))
     with contextlib.ExitStack() as begun:
-      with self.database.writing(full=bool(replica), alone=f'request {id.key}') as rows:
-        row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
-        under_way = (owner, id.key) in self._under_way
+      with self.database.writing(full=bool(replica), alone=f'request {key}') as rows:
+        row = self.database.request(owner, key) or self.database.made_by(owner, key)
+        under_way = (owner, key) in self._under_way
         if row is not None and row.state == 'open' and row.replica != replica:
           under_way = self.leases.lives(row.replica)
-          row = row if under_way else self.database.made_by(owner, id.key)
+          row = row if under_way else self.database.made_by(owner, key)
         if row is not None and (under_way or row.created > since):
-          if row.body != id.body:
+          if row.body != body:
             raise Unprocessable(
               'A different request was sent with this Idempotency-Key: use a new key.', field='Idempotency-Key'
             )
@@ -1070,10 +1047,10 @@ class Store:
             return StoredResponse(row.status, row.response, row.adapter, row.version)
         if under_way:
           raise InFlight('A request with this Idempotency-Key is in progress: wait for its response.')
-        row = RequestRow(id.body, 'open', None, None, None, None, self.clock(), replica)
-        self.database.put_request(rows, owner, id.key, row)
+        row = RequestRow(body, 'open', None, None, None, None, self.clock(), replica)
+        self.database.put_request(rows, owner, key, row)
         with self._lock:
-          self._under_way.add((owner, id.key))
+          self._under_way.add((owner, key))
         # Unless the transaction succeeds. If that is unknown, its row would keep other replicas waiting.
         begun.callback(self._undropped.append, request)
         begun.callback(self._end, request)
@@ -1083,25 +1060,26 @@ class Store:
   def about(self, request: IdempotentRequest, adapter: str) -> None:
     """Store which adapter a request is about, so that its response is erased with the adapter."""
     with self.database.writing() as rows:
-      self.database.note_about(rows, request.owner, request.id.key, adapter)
+      values = adapter, request.owner, request.id.key
+      rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', values)
 
   def finish(self, request: IdempotentRequest, status: int, response: bytes) -> None:
     """Store the response of a request, for repeats of the request."""
-    try:
+    with self._ending(request):
       if (row := self._own(request)) is not None:
         with self.database.writing() as rows:
           row = dataclasses.replace(row, state='done', status=status, response=response)
           self.database.put_request(rows, request.owner, request.id.key, row)
-    except StorageFailed:
-      self._undropped.append(request)
-      raise
-    finally:
-      self._end(request)
 
   def abandon(self, request: IdempotentRequest) -> None:
     """End a request without a response; unless it has made a version, a repeat runs it again."""
-    try:
+    with self._ending(request):
       self._drop(request)
+
+  @contextlib.contextmanager
+  def _ending(self, request: IdempotentRequest) -> Iterator[None]:
+    try:
+      yield
     except StorageFailed:
       self._undropped.append(request)
       raise

@@ -22,7 +22,7 @@ from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
 from sdpo_jax.serving.store.connections import Rows
-from sdpo_jax.serving.store.database import ALL, Database, Known
+from sdpo_jax.serving.store.database import Database, Known, put
 from sdpo_jax.serving.store.versions import BlobKey, Head, VersionManifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
@@ -100,8 +100,8 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
     places = {id: _places(blobs, folder).get(id, _Place(folder, id)) for id, (folder, _) in begun.items()}
   lost = _put_right(blobs, database, places.values(), now, writing=False)
   with database.writing(full=True) as rows:
-    if not database.shared:  # Others may have some in progress.
-      database.drop_open_requests(rows)
+    if not database.shared:  # Others may have some in progress. Those that had made nothing can be sent again.
+      rows.execute("DELETE FROM requests WHERE state = 'open'")
   return lost
 
 
@@ -139,7 +139,7 @@ def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
   blobs.delete([key for key, (what, _) in keys.items() if what.rest not in (versions.HEAD, versions.TOMBSTONE)], folder)
   with database.writing(full=True) as rows:
     database.erase(rows, id)
-  database.truncate_log()
+  database.connections.truncate_log()
 
 
 def no_head(blobs: Blobs, folder: str) -> Damaged:
@@ -231,8 +231,7 @@ def _put_right(
         lost[place.id] = (place.folder, str(what))
       continue
     if what is not None and what.head.deleted:
-      with contextlib.suppress(FileExistsError):
-        blobs.put_new(place.folder, {versions.TOMBSTONE: versions.tombstone(place.id, now)})
+      versions.bury(blobs, place.folder, place.id, now)
       erase(blobs, database, place.folder, place.id)
       continue
     kept.append(place)
@@ -314,13 +313,13 @@ def _note(database: Database, found: Iterable[_Found], check: Check) -> None:
       adapter = one.head.adapter
       if check is not None:
         check(rows, adapter.id)
-      database.drop_versions(rows, adapter.id, 0, ALL)
+      rows.execute('DELETE FROM versions WHERE adapter = ?', (adapter.id,))
       for manifest in one.manifests.values():
         database.put_version(rows, manifest)
         if manifest.request is not None:
           database.note_made(rows, adapter.owner, manifest.request, adapter.id, manifest.version.number)
       for number, why in one.damaged.items():
-        database.put_damaged(rows, adapter.id, number, why)
+        put(rows, 'versions', {'adapter': adapter.id, 'number': number, 'damaged': why}, key='adapter, number')
       database.put_head(rows, one.head, one.tag)
       database.drop_intent(rows, adapter.id)
 

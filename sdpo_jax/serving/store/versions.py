@@ -14,6 +14,7 @@ manifest has a seed has no files for PEFT: they are drawn again when they are re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -31,7 +32,7 @@ from sdpo_jax.files import PARTIAL, jsonable
 from sdpo_jax.models import parameters
 from sdpo_jax.models.adapters import lora, peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
-from sdpo_jax.serving.records import AdapterRecord, Reason, Version
+from sdpo_jax.serving.records import AdapterRecord, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
 Arrays = Mapping[str, np.ndarray]  # The factors of a version by their names in the engine, factors/….
@@ -195,28 +196,17 @@ class VersionManifest:
 
 
 def make_manifest(
-  adapter: str,
-  number: int,
-  *,
-  parent: int | None,
-  previous: str | None,
-  reason: Reason,
-  created: float,
-  details: Mapping[str, Any],
-  request: RequestId | None,
-  files: Mapping[str, bytes],
-  seed: int | None,
+  version: Version, previous: str | None, request: RequestId | None, files: Mapping[str, bytes], seed: int | None
 ) -> tuple[VersionManifest, bytes]:
-  """Make the manifest of a new version; return it with its serialized content, which a nonce makes unique."""
+  """Make the manifest of a new version, whose digest is not known yet, see `VersionManifest`.
+
+  Returns:
+    The manifest with the digest, and its serialized content, which a nonce makes unique.
+  """
   values = {
     'format': FORMAT,
-    'adapter': adapter,
-    'number': number,
-    'parent': parent,
+    **{name: getattr(version, name) for name in _OF_VERSION},
     'previous': previous,
-    'reason': reason,
-    'created': created,
-    'details': jsonable(details),
     'request': None if request is None else dataclasses.asdict(request),
     'files': {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     'seed': seed,
@@ -272,6 +262,7 @@ def read_files(
   return found
 
 
+_OF_VERSION = ('adapter', 'number', 'parent', 'reason', 'created', 'details')  # The fields of `Version` in a manifest.
 _WAY_OUT = 'restore it from a copy, or undo to another version of the adapter'
 
 
@@ -283,8 +274,7 @@ def _get(blobs: Blobs, key: str) -> bytes:
 
 
 def _manifest(values: Mapping[str, Any], digest: str) -> VersionManifest:
-  names = ('adapter', 'number', 'parent', 'reason', 'created', 'details')
-  version = Version(digest=digest, **{name: values[name] for name in names})
+  version = Version(digest=digest, **{name: values[name] for name in _OF_VERSION})
   request = None if values['request'] is None else RequestId(**values['request'])
   return VersionManifest(version, values['previous'], request, values['files'], values['seed'])
 
@@ -310,9 +300,11 @@ def tag_of(content: bytes) -> str:
   return hashlib.sha256(content).hexdigest()
 
 
-def tombstone(id: str, now: float) -> bytes:
-  """Return the content of the TOMBSTONE of an adapter; `now` in seconds since the epoch."""
-  return (json.dumps({'format': FORMAT, 'adapter': id, 'deleted': now}) + '\n').encode()
+def bury(blobs: Blobs, folder: str, id: str, now: float) -> None:
+  """Write the TOMBSTONE of an adapter in its folder, unless it has one; `now` in seconds since the epoch."""
+  content = (json.dumps({'format': FORMAT, 'adapter': id, 'deleted': now}) + '\n').encode()
+  with contextlib.suppress(FileExistsError):
+    blobs.put_new(folder, {TOMBSTONE: content})
 
 
 def write_head(head: Head) -> bytes:
