@@ -201,8 +201,8 @@ def learning_of(
     loss = {'alpha': defaults.jsd_alpha, 'clip_eps': defaults.clip_eps, 'jsd_weight': defaults.jsd_weight}
     loss |= {field: said[field] for field in _JSD_PG if field in said}
   for field, value in {**optimizer, **loss}.items():
-    if field not in ('form', 'support', 'tail') and value is not None:
-      _number(field, value)
+    if field not in ('form', 'support', 'tail') and value is not None and _LARGEST < _number(field, value) < math.inf:
+      raise InvalidRequest(f'{field}={short_repr(value)} is too large for float32.', field=field)
   steps = said.get('steps', defaults.steps)
   if isinstance(steps, bool) or not isinstance(steps, int):
     raise InvalidRequest(f'steps must be a whole number, not {short_repr(steps)}.', field='steps')
@@ -228,8 +228,8 @@ def _alpha(name: Any, alpha: Any) -> float:
 
 
 def _number(field: str, value: Any) -> float:
-  if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
-    raise InvalidRequest(f'{field} must be a number (of float32), not {short_repr(value)}.', field=field)
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN.
+    raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
   return value
 
 

@@ -263,6 +263,12 @@ def test_a_version_that_is_renamed_keeps_its_arrays_and_places(model, tmp_path):
       np.testing.assert_array_equal(engine.arrays(of('0@2'))[name], array)
   engine.forget('0@1')
   assert '0@1' not in engine and engine.served('0@1') == 0
+  # One that was loaded by that name meanwhile, and trimmed since, may still have a place.
+  engine.restore('0@3', engine.arrays('0@2'))
+  sample(engine, '0@3', seed=7)
+  engine.drop('0@3')
+  engine.rename('0@2', '0@3')
+  assert not {'0@2', '0@3'} & set(engine.names) and engine.served('0@3') == len(drawn)
 
 
 def test_the_base_scores_as_the_model_without_an_adapter(model, tmp_path):

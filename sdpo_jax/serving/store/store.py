@@ -567,12 +567,20 @@ class Store(contextlib.AbstractContextManager):
 
   def _compare_all(self) -> None:
     """After a crash, compare all adapters with the root, and find those that only the root has."""
-    self.database.check()
+    try:
+      self.database.check()
+    except StorageFailed:
+      store_recovery.take_stamp(self.blobs)  # The next start does not believe it.
+      raise
     places = store_recovery.all_places(self.blobs, self.database)
 
     def visit(id: str) -> None:  # One at a time, since whoever lists adapters settles all that are in doubt.
       self._doubt(id, places[id].folder)
-      self._settle(id)
+      try:
+        self._settle(id)
+      except Damaged as error:
+        with self._lock:
+          self._lost[id] = self._doubtful.pop(id), str(error)
 
     self._each(places, visit)
     self._compared = None
@@ -956,7 +964,7 @@ class Store(contextlib.AbstractContextManager):
   def _re_read(self, id: str, folder: str) -> None:
     """Settle an adapter; raises NotHolder if another replica has taken it over meanwhile."""
     check = None if self.leases is None else self.leases.check
-    store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check, writing=id in self._states)
+    store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check, lambda: id in self._states)
     with self._lock:
       self._doubtful.pop(id, None)
 

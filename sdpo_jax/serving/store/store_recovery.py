@@ -108,7 +108,9 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
 Check = Callable[[Rows, str], None] | None
 
 
-def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, check: Check, writing: bool) -> None:
+def settle(
+  blobs: Blobs, database: Database, folder: str, id: str, now: float, check: Check, writing: Callable[[], bool]
+) -> None:
   """Recover one adapter, as `recover` does for all; no other thread may use the adapter meanwhile.
 
   Args:
@@ -119,13 +121,14 @@ def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float, c
     now: seconds since the epoch.
     check: raises an error, in a transaction, if the adapter is another replica's; then nothing is changed any more.
       What is removed was listed before, and so is not of that replica. None: there are no replicas.
-    writing: whether this process may be writing an optimizer state of the adapter; replicas always may.
+    writing: returns whether this process may be writing an optimizer state of the adapter; replicas always may.
 
   Raises:
     Damaged: its HEAD cannot be read, and the database does not know it.
   """
-  place, writing = _places(blobs, folder).get(id, _Place(folder, id)), writing or database.shared
-  for _, why in _put_right(blobs, database, [place], now, writing=writing, check=check).values():
+  place = _places(blobs, folder).get(id, _Place(folder, id))
+  is_writing = database.shared or writing()  # Asked after the listing, which has no files of writes that begin later.
+  for _, why in _put_right(blobs, database, [place], now, writing=is_writing, check=check).values():
     raise Damaged(why)
 
 

@@ -188,6 +188,21 @@ def test_what_only_the_root_has_after_a_kill_is_found(tmp_path):
       assert_same(store.arrays(version), arrays(version.number))
 
 
+def test_what_only_the_root_has_after_a_kill_and_cannot_be_read_is_said(tmp_path):
+  mine = grown(tmp_path / 'store', 1)
+  left = left_within(tmp_path / 'store', CHANGES['create'])
+  with contextlib.closing(sqlite3.connect(left / 'database' / 'store.sqlite')) as raw, raw:
+    raw.execute('DELETE FROM adapters')
+    raw.execute('DELETE FROM versions')
+  (left / 'root' / versions.adapter_folder('ada', mine) / 'HEAD').write_bytes(b'?')
+  with open_store(left) as store:
+    store.retain()
+    [problem] = store.problems
+    assert mine in problem
+    store.delete('ada', mine)
+    assert store.problems == []
+
+
 def test_a_database_that_is_found_to_be_damaged_after_a_kill_is_not_believed_again(tmp_path, monkeypatch):
   grown(tmp_path / 'store', 1)
   left, own = left_within(tmp_path / 'store', CHANGES['commit']), Database.read
@@ -197,6 +212,7 @@ def test_a_database_that_is_found_to_be_damaged_after_a_kill_is_not_believed_aga
     with pytest.raises(StorageFailed, match='is damaged: restart the service'):
       store.retain()
     assert store.unwritable()
+    assert not (left / 'root' / store_recovery.STAMP).exists()  # As it would be found after another kill.
   assert not is_at(left, 2)
   assert is_at(left, 2)
 
