@@ -3,6 +3,7 @@ told.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 import zipfile
 
 import httpx
@@ -24,6 +26,7 @@ from sdpo_jax.models import huggingface
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import Allowances
+from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline
 from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.web import keys as key_files
@@ -536,8 +539,20 @@ def test_a_remote_tokenizer_has_what_lm_eval_asks_for(world, reader):
     assert tokens(prompt='ab', return_token_strs=True)['token_strs'] == ['a', 'b']
     said = reader.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert tokens(messages=MESSAGES)['tokens'] == said
-    for path, body in (('tokenize', {}), ('tokenize', {'prompt': 'a' * 400_001}), ('detokenize', {'tokens': [264]})):
+    for path, body in (('tokenize', {}), ('tokenize', {'prompt': 'a' * 200_001}), ('detokenize', {'tokens': [264]})):
       assert client.post(f'/{path}', json=body).status_code == 400
+
+
+def test_texts_to_encode_wait_for_their_turn_and_not_for_the_tokenizer(world):
+  """Else those of one key would stand before all prompts of the others."""
+  service = world.service
+  with httpx.Client(base_url=world.url) as client, ThreadPoolExecutor() as threads:
+    with service.parsing.of(Call()):
+      asked = threads.submit(client.post, '/tokenize', json={'prompt': 'a'})
+      while not service.parsing._waiting and not asked.done():  # noqa: SLF001 (Nothing else tells.)
+        time.sleep(0.001)
+      assert not asked.done() and not service.tokenizing.locked()
+    assert asked.result().status_code == 200
 
 
 # --- As a teacher ---
