@@ -358,23 +358,25 @@ def _canary_prompts(
   Raises:
     InvalidRequest: a limit that the user has set is measured on canary prompts, and there are none.
   """
-  for said in (adapter.settings.get('guards'), request.guards):
-    if (said or {}).get('max_ability_loss') is not None and not service.abilities:
-      raise InvalidRequest(
-        'The guard max_ability_loss is measured on answers of the service, which has none: turn it off with '
-        'max_ability_loss: null.',
-        field='guards.max_ability_loss',
-      )
+  given = [said or {} for said in (adapter.settings.get('guards'), request.guards)]
+
+  def is_set(name: str) -> bool:
+    return getattr(limits, name) is not None and any(said.get(name) is not None for said in given)
+
+  if is_set('max_ability_loss') and not service.abilities:
+    raise InvalidRequest(
+      'The guard max_ability_loss is measured on answers of the service, which has none: turn it off with '
+      'max_ability_loss: null.',
+      field='guards.max_ability_loss',
+    )
   prompts = adapter.settings.get('canary_prompts') or ()
   if not prompts and not service.default_canaries:
-    for said in (adapter.settings.get('guards'), request.guards):
-      asked = [name for name in guards.ON_CANARIES if (said or {}).get(name) is not None]
-      if asked and getattr(limits, asked[0]) is not None:
-        raise InvalidRequest(
-          f'The guard {asked[0]} is measured on canary prompts, and the adapter has none: set canary_prompts in its '
-          f'settings, or turn the guard off with {asked[0]}: null.',
-          field=f'guards.{asked[0]}',
-        )
+    for name in filter(is_set, guards.ON_CANARIES):
+      raise InvalidRequest(
+        f'The guard {name} is measured on canary prompts, and the adapter has none: set canary_prompts in its '
+        f'settings, or turn the guard off with {name}: null.',
+        field=f'guards.{name}',
+      )
     return []
   if not limits.on_canaries:
     return []

@@ -506,6 +506,8 @@ def test_the_services_own_prompts_and_answers_guard_all_adapters(ada, service, m
   with pytest.raises(InvalidRequest, match='max_ability_loss is measured on answers of the service, which has none'):
     fed(ada, adapter.id, None, ask(ada, of_tokens(drawn, SAID), guards={'max_ability_loss': 0.1}))
   assert 'canary_file' not in service.capabilities()['guards']
+  strict, _ = ada.create('strict', {'guards': {'max_ability_loss': 0.1}})
+  assert fed(ada, strict.id, None, ask(ada, of_tokens(drawn, SAID), guards={'max_ability_loss': None}))['accepted']
   own, _ = ada.create('own', {'canary_prompts': ['Hello']})
   assert fed(ada, own.id, None, ask(ada, of_tokens(drawn, SAID)))['canary']['prompts'] == 1
   for row, said in (
