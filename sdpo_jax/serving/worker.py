@@ -377,7 +377,7 @@ class Worker:
       if version in self._own:
         self._own -= {version, optimizer_name(version)}
         engine.rename(version, name)
-        self._kept |= dict.fromkeys({name, optimizer_name(name)} & set(engine.names))
+        self._kept |= dict.fromkeys(each for each in (name, optimizer_name(name)) if each in engine)
     while self._inbox:
       job = self._inbox.popleft()
       if not isinstance(job, ForgetJob):

@@ -623,8 +623,8 @@ def test_a_service_on_a_mesh_does_what_one_on_a_device_does(service, model, tmp_
 def test_what_is_not_kept_is_removed_from_time_to_time_whatever_goes_wrong(service, monkeypatch):
   asked, done, stopped = [], threading.Event(), threading.Event()
 
-  def retain(now):
-    asked.append(now)
+  def retain():
+    asked.append(None)
     if len(asked) == 1:
       raise OSError('disk')
     done.set()
@@ -633,7 +633,7 @@ def test_what_is_not_kept_is_removed_from_time_to_time_whatever_goes_wrong(servi
   monkeypatch.setattr('sdpo_jax.serving.service.TEND_SECONDS', 0.0)
   thread = threading.Thread(target=service.tend, args=(stopped,), daemon=True)
   thread.start()
-  done.wait()
+  assert done.wait(60)
   stopped.set()
   thread.join()
   assert len(asked) >= 2

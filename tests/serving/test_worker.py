@@ -89,9 +89,11 @@ class Stand:
     self.versions.pop(version, None)
 
   def rename(self, version, new):
+    if self.versions.keys() & {new, optimizer_name(new)}:
+      self.forget(version)
+      return
     self._called('rename', version, new)
     for name, other in ((version, new), (optimizer_name(version), optimizer_name(new))):
-      assert other not in self.versions
       self.versions[other] = self.versions.pop(name)
 
   def forget(self, version):
