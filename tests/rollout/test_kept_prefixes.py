@@ -353,7 +353,7 @@ def test_versions_that_leave_an_engine_leave_nothing_behind(adapted, tmp_path):
   found, expected = draw(kept, '0@0'), draw(alone, '0@0')
   assert found.reused == 0
   assert_same(found.result()[0], expected.result()[0])
-  assert (kept.prefilled, kept.reused) == (7 * 5, 6 * 5) and alone.reused == 0
+  assert (kept.counts['prefilled'], kept.counts['reused']) == (7 * 5, 6 * 5) and alone.counts['reused'] == 0
 
 
 def test_without_kept_rows_an_engine_has_the_programs_that_it_had():
