@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 import types
 
@@ -48,6 +49,16 @@ def test_a_port_that_is_taken_is_named():
     with pytest.raises(UserError, match='choose another port'):
       server.listen(HttpConfig(port=taken.getsockname()[1]))
     assert server.url_of(taken) == f'http://127.0.0.1:{taken.getsockname()[1]}'
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+  with contextlib.closing(server.listen(HttpConfig(port=0))) as listening:
+    with socket.create_connection(listening.getsockname()) as client:
+      listening.setblocking(True)
+      accepted, address = listening.accept()
+      with accepted:
+        assert address == client.getsockname()
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):
