@@ -94,8 +94,7 @@ def read_blocks(
       jobs += [(tensor, wanted, (at, min(at + step, last))) for at in range(first, last, step)]
   fill = functools.partial(_fill, parameter, layout)
   with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1, len(jobs) or 1)) as readers:
-    for _ in readers.map(fill, jobs):  # Raises the first error.
-      pass
+    list(readers.map(fill, jobs))  # Raises the first error.
   return outputs
 
 

@@ -173,9 +173,8 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    given = {'step': 0, **options}
     needs = frozenset({version} - {BASE})
-    job = SampleJob(needs, deadline, payer, version=version, prompt=list(prompt), options=given)
+    job = SampleJob(needs, deadline, payer, version=version, prompt=list(prompt), options={'step': 0, **options})
     self._queue(job)
     return job
 
@@ -471,10 +470,7 @@ class Worker:
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
     jobs = fair_order(runnable(self._waiting, engine), self._shares)
-    moved = False
-    for job in jobs:
-      if isinstance(job, ForgetJob):
-        moved |= self._forget(engine, job)
+    moved = any([self._forget(engine, job) for job in jobs if isinstance(job, ForgetJob)])
     if all(job.ended for job in self._learners):
       self._learners, self._pieces = [], None
     # Who wants to learn waits for the end of the batch that does.

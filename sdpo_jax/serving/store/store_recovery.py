@@ -221,11 +221,8 @@ def _put_right(
     except Damaged as error:
       return error
 
-  if len(wanted) < REQUESTS:
-    found = [read(item) for item in wanted]
-  else:
-    with ThreadPoolExecutor(REQUESTS) as pool:
-      found = list(pool.map(read, wanted))
+  with ThreadPoolExecutor(REQUESTS) as pool:  # A thread costs a connection to the database, too much for a few.
+    found = list((map if len(wanted) < REQUESTS else pool.map)(read, wanted))
   news = []
   for (place, known), what in zip(wanted, found, strict=True):
     if isinstance(what, Damaged):
