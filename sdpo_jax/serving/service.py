@@ -121,7 +121,9 @@ class Service(ServiceState):
       self.store.close()
 
   def tend(self, stopped: threading.Event) -> None:
-    """Save the usage of keys and settle what is in doubt, every second and at the end; apply retention more rarely.
+    """Save the usage of keys, settle what is in doubt and give back leases, every second and at the end.
+
+  Retention is applied more rarely.
 
     It ends when `stopped` is set.
     """
@@ -137,6 +139,7 @@ class Service(ServiceState):
         saved = False
       with contextlib.suppress(StorageFailed):
         self.store.settle_doubtful()
+        self.store.let_go()
       if ends:
         return
       if time.monotonic() >= next_pass:

@@ -133,6 +133,11 @@ class Worker:
         return False
     return True
 
+  @property
+  def ended(self) -> bool:
+    """Whether there is no engine and will be none, because of `failure`."""
+    return self._closed and self.failure is not None
+
   def stop(self, drain: float) -> None:
     """Refuse new requests, give those in the queue `drain` seconds to finish, and end the thread.
 

@@ -1,6 +1,7 @@
 """Leases in PostgreSQL: which of several replicas of a service may change which adapter, and create adapters of whom.
 
-A replica renews one row about itself, and its leases live as long as that. Whoever takes over the lease of a replica
+A replica renews one row about itself, and its leases live as long as that, or until it has not needed them for a while:
+a new replica gets its share of the work. Whoever takes over the lease of a replica
 that has not renewed it gets a higher epoch and writes that into HEAD first, so that the compare-and-swap of a former
 holder, which may only be slow, fails from then on. All times are those of the database's clock.
 """
@@ -20,6 +21,7 @@ from sdpo_jax.serving.store.database import Database, put
 from sdpo_jax.serving.store.versions import adapter_folder
 
 LIFETIME = 6.0  # Seconds without a renewal after which the leases of a replica may be taken over.
+IDLE = 60.0  # Seconds after which a lease that was not needed is given back.
 _FILLING = 'filling'  # The key of the lease to fill an empty database.
 _FORGOTTEN = 86400.0  # Seconds after which a dead replica is forgotten.
 _NOW = 'extract(epoch FROM clock_timestamp())::float8'
@@ -41,6 +43,7 @@ class Leases:
     self._database, self._url = database, url
     self._lock = threading.RLock()  # Guards the fields below against other writers.
     self._held: dict[str, int] = {}  # Epochs by key.
+    self._needed: dict[str, float] = {}  # By key, when it was last asked for, on the clock of time.monotonic().
     self.drained = False  # Whether no lease is kept for long any more.
     self.ahead = 0.0  # Seconds by which the database's clock is ahead of this one.
     self.valid_until = 0.0  # The time.monotonic() until which they are surely not taken over.
@@ -94,7 +97,14 @@ class Leases:
 
   def epoch(self, key: str) -> int | None:
     """Return the epoch of a lease that this replica has and can use; None: see `take`."""
-    return self._held.get(key) if time.monotonic() < self.valid_until else None
+    self._needed[key] = now = time.monotonic()
+    return self._held.get(key) if now < self.valid_until else None
+
+  def idle(self) -> list[str]:
+    """Return the keys of leases that were not asked for of late."""
+    since = time.monotonic() - (LIFETIME if self.drained else IDLE)
+    self._needed = {key: at for key, at in self._needed.items() if at >= since}
+    return [key for key in list(self._held) if key not in self._needed]
 
   def take(self, key: str) -> int:
     """Take a lease, which `confirm` makes usable, and return its epoch.

@@ -920,6 +920,16 @@ class Store(contextlib.AbstractContextManager):
     if self.leases is not None:
       self.leases.drain()
 
+  def let_go(self) -> None:
+    """Give back the leases that were not needed of late, unless a change is under way or moments wait to be written."""
+    for key in [] if self.leases is None else self.leases.idle():
+      lock = self._locks.get(key, threading.RLock())
+      if key not in self._states and lock.acquire(blocking=False):
+        try:
+          self.leases.give_back(key)
+        finally:
+          lock.release()
+
   def hold_owner(self, owner: str) -> None:
     """Make this replica the one that creates adapters of an owner; raises NotHolder if another one is."""
     key = versions.adapter_folder(owner, '')

@@ -254,8 +254,8 @@ class ServiceProcess:
     while not (lifetime.draining or lifetime.failure or serving.done()):
       await asyncio.sleep(_LOOK)
       worker = lifetime.present.worker if lifetime.present is not None else None
-      if worker is not None and worker.failure is not None and not told:
-        lifetime.failure = worker.failure  # A failure during the start; /readyz reports later ones.
+      if worker is not None and worker.ended:  # Other failures pass, and /readyz reports them.
+        lifetime.failure = worker.failure
       elif lifetime.ready and not told:
         told = True
         lifetime.touch()

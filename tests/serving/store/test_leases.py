@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.errors import Busy, InFlight, InvalidRequest, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.service import Service
-from sdpo_jax.serving.store import leases, migrations, versions
+from sdpo_jax.serving.store import leases, migrations, optimizer_states, versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
@@ -62,6 +62,10 @@ def replicas(postgres):  # noqa: F811
   found.close()
 
 
+def fail(*given):
+  raise OSError('The storage is away.')
+
+
 def head_of(store, adapter):
   folder = versions.adapter_folder(adapter.owner, adapter.id)
   return versions.read_head(store.blobs.get(f'{folder}/HEAD'), 'HEAD', folder)
@@ -93,6 +97,36 @@ def test_one_replica_changes_an_adapter_and_all_read_it(replicas):
   with pytest.raises(NotFound):
     other.adapter('ada', adapter.id)
   assert other.adapter('bob', mine.id)
+
+
+def test_a_lease_that_is_not_needed_goes_to_whoever_needs_it(replicas, monkeypatch):
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  version = step(one, adapter, 0)
+  one.let_go()  # It was needed a moment ago.
+  with pytest.raises(NotHolder):
+    step(other, adapter, 1)
+  monkeypatch.setattr(leases, 'IDLE', -1.0)
+  with one._alone(adapter.id):  # A change is under way.
+    from_elsewhere = threading.Thread(target=one.let_go)
+    from_elsewhere.start()
+    from_elsewhere.join()
+  with monkeypatch.context() as broken:
+    broken.setattr(optimizer_states, 'write', fail)
+    one.keep_optimizer_state(version, {}).result()
+    one.let_go()  # Another replica would not find the moments.
+  assert one.leases.epoch(adapter.id) is not None
+  one.retain()
+  until(lambda: not one.stats['waiting_states'])
+  one.let_go()
+  step(other, adapter, 1)
+  other.create('ada', 'another', {}, arrays(0))
+  with pytest.raises(NotHolder):
+    one.hold('ada', adapter.id)
+  with pytest.raises(NotHolder):
+    one.hold_owner('ada')
+  monkeypatch.undo()
+  assert other.adapter('ada', adapter.id).head == 2
 
 
 def test_a_slow_holder_is_refused_by_the_epoch_in_head(replicas):

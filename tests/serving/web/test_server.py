@@ -77,7 +77,7 @@ class Slow:
   """A service that becomes ready when it is let, and ends at once."""
 
   def __init__(self):
-    self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, stats={}), None
+    self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, ended=False, stats={}), None
     self.stopped, self.allowances = [], Allowances(LimitsConfig())
     self.store = types.SimpleNamespace(stats={}, drain=lambda: None)
 
@@ -157,12 +157,20 @@ def test_what_goes_wrong_at_the_start_ends_it_with_its_sentence():
   assert [str(error) for error in raised] == ['model.path is nowhere: set it.']
 
 
-def test_an_engine_that_cannot_be_made_ends_it_too():
+@pytest.mark.parametrize('when', ['start', 'later'])
+def test_an_engine_that_cannot_be_made_ends_it_too(when):
+  """Otherwise a replica would keep its leases, though it can do nothing with them."""
   service = Slow()
-  service.worker.failure = UserError('Too little memory: lower serve.rows.')
   process = process_of(lambda config, announce: service)
   with running(process) as raised:
-    pass
+    if when == 'later':
+      service.worker.ready.set()
+      until(lambda: process.lifetime.ready)
+      service.worker.ready.clear()
+      service.worker.failure = ValueError('The engine has failed, and is made anew.')
+      assert get(process, '/readyz')[0] == 503
+    service.worker.failure = UserError('Too little memory: lower serve.rows.')
+    service.worker.ended = True
   assert raised == [service.worker.failure] and service.stopped
 
 
