@@ -96,7 +96,7 @@ class StoreConfig:
   )
   request_ttl_s: float = setting(86400.0, 'Time for which an Idempotency-Key and its response are kept.', SECONDS)
   keep_feedback_texts: bool = setting(
-    False, 'Store the text of feedback with the versions that were learned from it. Numbers are stored in any case.'
+    False, 'Store the text of feedback with the version that was learned from it, as its details.texts.'
   )
 
 

@@ -184,7 +184,7 @@ def _learn(
           adapter.head,
           arrays,
           reason='feedback',
-          details=details,
+          details=details | ({'texts': _texts(request)} if service.settings.store.keep_feedback_texts else {}),
           request=idempotency,
         )
   finally:
@@ -203,7 +203,7 @@ def _learn(
     'items': items,
     'timings': {stage: round(seconds, 6) for stage, seconds in stages.times.items()},
   }
-  _note(service, adapter, request, answer, last, stages, new, committed and (committed, state))
+  _note(service, adapter, answer, last, stages, new, committed and (committed, state))
   return FeedbackResult(answer, learned.said, moved)
 
 
@@ -350,6 +350,12 @@ def _check_teacher(store: Store, adapter: AdapterRecord, version: int) -> None:
     ) from error
 
 
+def _texts(request: FeedbackRequest) -> list[dict[str, str]]:
+  """Return what was said of each item, by the names of the request's fields."""
+  names = ('feedback', 'environment', 'correction', 'demonstration')
+  return [{name: said for name in names if (said := getattr(item, name)) is not None} for item in request.items]
+
+
 def _canary_prompts(
   service: ServiceState, adapter: AdapterRecord, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
@@ -389,31 +395,19 @@ def _canary_prompts(
 def _note(
   service: ServiceState,
   adapter: AdapterRecord,
-  request: FeedbackRequest,
   answer: Mapping[str, Any],
   stage: str,
   stages: _Stages,
   new: str,
   committed: tuple[Version, Mapping[str, np.ndarray]] | None,
 ) -> None:
-  """Add the feedback to the log in the store, and publish the last stage. Errors are logged but not raised."""
+  """Store the optimizer state, and publish the last stage. Errors are logged but not raised."""
   store, worker, after = service.store, service.worker, answer['version_after']
-  texts = ('feedback', 'environment', 'correction', 'demonstration')
-  record = {
-    **{name: answer[name] for name in ('version_before', 'version_after', 'accepted', 'reason', 'metrics')},
-    'items': [
-      {'sample_id': item.sample_id, 'reward': item.reward, 'num_tokens': said['num_tokens'], 'context': said['context']}
-      | {name: getattr(item, name) for name in texts if getattr(item, name) is not None}
-      for item, said in zip(request.items, answer['items'], strict=True)
-    ],
-  }
   actions: list[Callable[[], None]] = []
   if committed is not None:  # With its optimizer state, which is written after the answer.
     actions.append(lambda: service.note_state(committed[0], optimizer_states.own(*committed)))
     actions.append(lambda: store.keep_optimizer_state(*committed))
     actions.append(lambda: worker.stored(new, committed[0].engine_name))
-  if request.mode == 'commit':
-    actions.append(lambda: store.note_feedback(adapter.owner, adapter.id, record))
   actions.append(lambda: stages.reach(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))
   for action in actions:
     try:

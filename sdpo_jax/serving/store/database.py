@@ -1,4 +1,4 @@
-"""The database of the store: an index of adapters and versions, and samples, requests, feedback and intents.
+"""The database of the store: an index of adapters and versions, and samples, requests and intents.
 
 Its rows about adapters and versions can be rebuilt from the root. A transaction with `full=True` is on the disk when it
 ends; others survive a crash of the process, but perhaps not of the machine.
@@ -209,7 +209,7 @@ class Database:
     # Keys are digests of 64 characters; that of a part has the digest of the whole first.
     wholes = 'SELECT owner, substr(key, 1, 64) FROM requests WHERE adapter = ? AND length(key) > 64'
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', 'shrunk', 'leases', *SESSION_TABLES):
+    for table in ('versions', 'intents', 'samples', 'requests', 'shrunk', 'leases', *SESSION_TABLES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.
@@ -338,13 +338,6 @@ class Database:
   def expire_requests(self, rows: Rows, before: float) -> int:
     """Drop finished requests that began before a time; return how many."""
     return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
-
-  # Feedback.
-
-  def feedback(self, adapter: str) -> list[dict[str, Any]]:
-    """Return the feedback records of an adapter, the oldest first."""
-    rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
-    return [json.loads(record) for (record,) in rows]
 
   # Usage.
 

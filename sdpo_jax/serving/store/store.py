@@ -1,4 +1,4 @@
-"""The store of the service: adapters, their versions, samples, requests and feedback.
+"""The store of the service: adapters, their versions, samples and requests.
 
 A version is committed in this order: an intent in the database, its files, its manifest, HEAD by compare-and-swap, the
 rows of the database. It exists once HEAD has moved; what a process leaves that dies before is never visible.
@@ -53,8 +53,6 @@ _STATES = 8  # The most adapters whose optimizer state waits to be written.
 _AGAIN = 5.0  # Seconds between two attempts to write after one has failed.
 _TRIED, _MOST_TRIED = 'TRIED', 2**20  # The blob of such an attempt, and the most bytes in it.
 FORGOTTEN = 7 * 86400.0  # Seconds after its expiry within which a sample is reported as gone, not as unknown.
-# Keys of feedback records whose values are users' texts, or made from these.
-TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Retention:
   idle_s: float = math.inf  # Seconds after which an unchanged adapter loses its moments and all but those three.
   moments: Literal['float32', 'bfloat16', 'none'] = 'float32'  # How moments are stored; 'none': not at all.
   request_ttl_s: float = 86400.0  # Lifetime of responses to requests with an idempotency key.
-  keep_feedback_texts: bool = False  # Whether the feedback log holds users' texts.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +341,7 @@ class Store(contextlib.AbstractContextManager):
       return adapter
 
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:
-    """Erase an adapter: its versions, samples, feedback, and the responses to requests about it.
+    """Erase an adapter: its versions, samples, and the responses to requests about it.
 
     A deletion cannot be undone; if it is interrupted, the next `retain` or the next start continues it.
 
@@ -1120,33 +1117,6 @@ class Store(contextlib.AbstractContextManager):
   def _end(self, request: IdempotentRequest) -> None:
     with self._lock:
       self._under_way.discard((request.owner, request.id.key))
-
-  # Feedback.
-
-  def note_feedback(self, owner: str, adapter: str, record: Mapping[str, Any]) -> None:
-    """Append a record to an adapter's feedback log, without users' texts unless the retention settings keep them.
-
-    Raises:
-      NotFound: as `adapter`.
-    """
-    self._known(owner, adapter)
-    record = jsonable(record)
-    if not self.retention.keep_feedback_texts:
-      record = without_texts(record)
-    with self.database.writing() as rows:
-      put(rows, 'feedback', {'adapter': adapter, 'record': json.dumps(record)})
-
-  def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
-    """Return the feedback log of an adapter, the oldest record first; raises NotFound as `adapter`."""
-    self._known(owner, adapter)
-    return self.database.feedback(adapter)
-
-
-def without_texts(record: Any) -> Any:
-  """Return a JSON value in which the values of all keys in `TEXTS` are null."""
-  if isinstance(record, dict):
-    return {key: None if key in TEXTS else without_texts(value) for key, value in record.items()}
-  return [without_texts(value) for value in record] if isinstance(record, list) else record
 
 
 def _identify(blobs: Blobs, base: Base) -> str:

@@ -107,7 +107,7 @@ def test_a_lease_that_is_not_needed_goes_to_whoever_needs_it(replicas, monkeypat
   with pytest.raises(NotHolder):
     step(other, adapter, 1)
   monkeypatch.setattr(leases, 'IDLE', -1.0)
-  with one._alone(adapter.id):  # A change is under way.
+  with one._alone(adapter.id):  # noqa: SLF001 (A change is under way.)
     from_elsewhere = threading.Thread(target=one.let_go)
     from_elsewhere.start()
     from_elsewhere.join()

@@ -137,8 +137,6 @@ def test_an_adapter_of_somebody_else_is_as_unknown_as_none(store):
       lambda o=owner, i=id: store.commit(o, i, 0, arrays(1), reason='feedback', details={}),
       lambda o=owner, i=id: store.change_settings(o, i, 0, {}),
       lambda o=owner, i=id: store.delete(o, i),
-      lambda o=owner, i=id: store.note_feedback(o, i, {}),
-      lambda o=owner, i=id: store.feedback(o, i),
     ):
       with pytest.raises(NotFound) as error:
         call()
@@ -362,7 +360,6 @@ def test_a_deleted_adapter_leaves_nothing_but_a_tombstone(tmp_path, store):
   other, his = store.create('bob', 'his', {}, arrays(1))
   step(store, adapter, 2, details={'why': 'secret-reason'})
   store.keep_sample(dataclasses.replace(sample(adapter.id), text='secret-text'))
-  store.note_feedback('ada', adapter.id, {'loss': 1.0})
   request = store.begin('ada', 'key', 'body')
   store.about(request, adapter.id)
   store.finish(request, 200, b'secret-answer')
@@ -370,7 +367,7 @@ def test_a_deleted_adapter_leaves_nothing_but_a_tombstone(tmp_path, store):
     store.delete('ada', adapter.id, 0)
   assert error.value.current == 1
   store.delete('ada', adapter.id, 1)
-  for call in (store.adapter, store.feedback, store.versions, store.delete):
+  for call in (store.adapter, store.versions, store.delete):
     with pytest.raises(NotFound):
       call('ada', adapter.id)
   with pytest.raises(NotFound):
@@ -484,17 +481,6 @@ def test_a_request_is_answered_once(tmp_path, store, clock):
     assert again.retain().requests == 3
     for key in ('key', 'k2', 'k3'):
       again.abandon(again.begin('ada', key, 'a new body'))
-
-
-def test_the_log_of_feedback_holds_texts_only_if_the_settings_say_so(tmp_path, store):
-  record = {'items': [{'feedback': 'you are wrong', 'reward': 1.0, 'sample_id': 's1'}], 'loss': 0.5}
-  adapter, _ = store.create('ada', 'mine', {}, arrays(0))
-  store.note_feedback('ada', adapter.id, record)
-  store.close()
-  with open_store(tmp_path, retention=Retention(keep_feedback_texts=True)) as again:
-    again.note_feedback('ada', adapter.id, record)
-    bare = {'items': [{'feedback': None, 'reward': 1.0, 'sample_id': 's1'}], 'loss': 0.5}
-    assert again.feedback('ada', adapter.id) == [bare, record]
 
 
 @pytest.fixture(scope='module')

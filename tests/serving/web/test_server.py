@@ -77,7 +77,10 @@ class Slow:
   """A service that becomes ready when it is let, and ends at once."""
 
   def __init__(self):
-    self.worker, self.endpoint = types.SimpleNamespace(ready=threading.Event(), failure=None, ended=False, stats={}), None
+    self.worker, self.endpoint = (
+      types.SimpleNamespace(ready=threading.Event(), failure=None, ended=False, stats={}),
+      None,
+    )
     self.stopped, self.allowances = [], Allowances(LimitsConfig())
     self.store = types.SimpleNamespace(stats={}, drain=lambda: None)
 
