@@ -163,14 +163,15 @@ class Account:
   ) -> tuple[AdapterRecord, Version]:
     """Create an adapter from a version of another one (None: the newest), with its settings and optimizer state."""
     adapter, version, store = self.adapter(id), self.version(id, number), self.service.store
-    state = store.optimizer_state(version)
+    with self.service.reading.of(self.call):
+      state, arrays = store.optimizer_state(version), store.arrays(version)
     details = {
       'from': records.lora_uri(adapter.id, version.number),
       'moments_of': state.moments_of,
       'average_of': state.average_of,
     }
     settings = {name: value for name, value in adapter.settings.items() if name != 'pinned_versions'}
-    made, first = self._create(name, settings, store.arrays(version), 'fork', details, request)
+    made, first = self._create(name, settings, arrays, 'fork', details, request)
     if state.arrays:
       store.keep_optimizer_state(first, state.arrays)
     return made, first
@@ -199,7 +200,8 @@ class Account:
     """
     before, after = self.version(id, a), self.version(id, b)
     served, store = self.service.served, self.service.store
-    found = differences.changes(served.adapter, served.table, *map(_factors, map(store.arrays, (before, after))))
+    with self.service.reading.of(self.call):
+      found = differences.changes(served.adapter, served.table, *map(_factors, map(store.arrays, (before, after))))
     largest = sorted(found, key=lambda each: -each.change)[:_LARGEST]
     first, last = sorted((a, b))
     between = [version for version in self.versions(id, first, limit=last - first) if version.number <= last]
@@ -239,7 +241,8 @@ class Account:
           )
         to = earlier[0].number
       source = self.service.store.version(self.owner, id, to)
-      arrays = self.service.store.arrays(source)
+      with self.service.reading.of(self.call):
+        arrays = self.service.store.arrays(source)
       with self.service.commits.of(self.call):
         version = self.service.store.commit(
           self.owner, id, adapter.head, arrays, reason='undo', details={'to': to}, parent=to, request=request
@@ -265,7 +268,8 @@ class Account:
       Forbidden: as `create`.
     """
     records.check_name(name, self.service.model_name)
-    factors = self.service.served.factors(files)
+    with self.service.reading.of(self.call):
+      factors = self.service.served.factors(files)
     arrays = {f'factors/{row}': value for row, value in factors.items()}
     digest = hashlib.sha256(files[peft_files.WEIGHTS]).hexdigest()
     return self._create(name, None, arrays, 'import', {'sha256': digest}, request)
@@ -274,7 +278,8 @@ class Account:
     """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""
     adapter, version, service = self.adapter(id), self.version(id, number), self.service
     card = model_card.text_of_adapter(adapter.name, version.number, service.served.described(), service.config)
-    files = service.store.peft_files(version)
+    with service.reading.of(self.call):
+      files = service.store.peft_files(version)
     own = json.loads(files[peft_config.FILE])
     own['base_model_name_or_path'] = public_place(service.config.model.path)
     return {**files, peft_config.FILE: as_json(own), model_card.FILE: card.encode()}

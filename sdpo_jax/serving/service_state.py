@@ -39,6 +39,7 @@ from sdpo_jax.serving.worker import Worker
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.specs import chat_format
 
+_READS = 4  # The most requests that read versions at once, without the engine: some hold a whole optimizer state.
 _OWNERS = 100_000  # The most adapters whose owners are remembered.
 KEPT_EVENTS = 256  # The most events that are stored for an adapter.
 _ADAPTERS = 4096  # The most adapters with stored events; the least recently changed one is dropped first.
@@ -124,7 +125,9 @@ class ServiceState:
     self.positions, self.endpoint, self.clock = positions, endpoint, store.clock
     self.turns, self.events = Turns(), EventLog(store.clock)
     shared = self.settings.http.keys is not None
-    # Held while a version is written, and while a feedback is under way.
+    # Held while a version is read for a request that is not for the engine, while one is written, and while a feedback
+    # is under way.
+    self.reading = FairSemaphore(_READS, shared=shared)
     self.commits = FairSemaphore(self.settings.limits.max_commits, shared=shared)
     self.learning = FairSemaphore(4 * self.settings.slots, shared=shared)
     self.parsing = FairSemaphore(1)  # Held while a large body is parsed, since that stops all other threads.

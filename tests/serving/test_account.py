@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import threading
+import time
 
 from huggingface_hub import ModelCard
 import numpy as np
@@ -19,6 +20,7 @@ from sdpo_jax.learning.requests import Lesson
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.capacity import FairSemaphore
 from sdpo_jax.serving.errors import (
   Cancelled,
   Deadline,
@@ -279,6 +281,26 @@ def test_undo_after_undo_walks_back(ada):
   ada.undo(adapter.id, None, 3)  # Forward again.
   assert [version.number for version in in_effect(ada.versions(adapter.id))] == [3, 2, 1, 0]
   assert ada.undo(adapter.id, None).details['to'] == 2
+
+
+@pytest.mark.parametrize('what', ['fork', 'diff', 'undo', 'export', 'import'])
+def test_what_reads_versions_takes_turns_with_other_keys(ada, service, monkeypatch, what):
+  adapter, _ = ada.create('a')
+  learn(ada, adapter.id)
+  files = ada.export_peft(adapter.id)
+  monkeypatch.setattr(service, 'reading', FairSemaphore(1))
+  impatient = Account(service, ada.owner, Call(time.monotonic() + 0.1))
+  ask = {
+    'fork': lambda: impatient.fork(adapter.id, None, 'b'),
+    'diff': lambda: impatient.diff(adapter.id, 0, 1),
+    'undo': lambda: impatient.undo(adapter.id, None),
+    'export': lambda: impatient.export_peft(adapter.id),
+    'import': lambda: impatient.import_peft('c', files),
+  }[what]
+  with service.reading.of(Call()), pytest.raises(Deadline, match='took all the time'):
+    ask()
+  impatient.call.deadline = None
+  ask()
 
 
 def test_an_idle_adapter_goes_on_from_what_is_kept(ada, monkeypatch):

@@ -134,7 +134,9 @@ def import_adapter(asked: Incoming) -> Reply:
   name = asked.query.get('name')
   if not name:
     raise InvalidRequest('The new adapter needs a name: add ?name=NAME to the address.', field='name')
-  adapter, _ = asked.account.import_peft(name, unzipped(asked.body), request=asked.idempotency)
+  with asked.account.service.reading.of(asked.account.call):
+    files = unzipped(asked.body)
+  adapter, _ = asked.account.import_peft(name, files, request=asked.idempotency)
   return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
 
 
