@@ -731,13 +731,10 @@ class Store(contextlib.AbstractContextManager):
         if manifest is not None:
           self._discard(adapter.id, folder, manifest)
         raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
-    except StorageFailed:
+    except BaseException as error:
       self._doubt(adapter.id, folder)
-      if not self._has_moved(adapter, content):
+      if not (isinstance(error, StorageFailed) and self._has_moved(adapter, content)):
         raise
-    except BaseException:
-      self._doubt(adapter.id, folder)
-      raise
     try:
       with self._fenced(adapter.id, *[versions.adapter_folder(adapter.owner, '')] * (tagged is None)) as rows:
         if manifest is not None:
