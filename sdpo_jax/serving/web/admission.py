@@ -38,7 +38,7 @@ class Lifetime:
   def __init__(self, service: Service | None = None, clock: Callable[[], float] = time.monotonic):
     self._clock = clock
     self.present = service  # The service; None: it does not exist yet.
-    self.failure: BaseException | None = None  # The error that ended the start.
+    self.failure: BaseException | None = None  # The error because of which the process ends.
     self.stage = 'reading the model'  # The current stage of the start, for /readyz.
     self.draining = False  # Whether the service accepts no new requests because it is shutting down.
     self._listeners: list[Callable[[], None]] = []
