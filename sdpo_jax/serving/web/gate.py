@@ -178,17 +178,14 @@ class Gate:
     places = FairSemaphore(http.max_requests, shared=shared, per_key=per_key)
     self._forwarding = Forwarding(lambda replica: lifetime.present.store.leases.lives(replica), places)
     self._origins = Origins(http, keyed=keys is not None)
-    self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope['type'] != 'http':
       await self._app(scope, receive, send)
       return
-    if not self._threads:
-      self._threads = True
-      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
-      anyio.to_thread.current_default_thread_limiter().total_tokens = threads
+    threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
+    anyio.to_thread.current_default_thread_limiter().total_tokens = threads  # Of this event loop.
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
