@@ -39,7 +39,7 @@ class HttpConfig:
     300.0, 'Time limit of a request, unless its header X-Deadline-Ms sets a shorter one.', SECONDS
   )
   read_timeout_s: float = setting(
-    30.0, 'Time limit for the headers of a request, and then for each further part of its body, to arrive.', SECONDS
+    30.0, 'Time limit for headers and each part of a body to arrive, and for a client to read on.', SECONDS
   )
   max_requests: int = setting(
     128,

@@ -218,9 +218,10 @@ class Replica(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self):
     said = json.dumps({'port': self.server.server_port, 'host': self.headers['Host'], 'path': self.path}).encode()
-    self.send_response(503 if self.path == '/fails' else 200)
+    status = {'/fails': 503, '/late': 504}.get(self.path, 200)
+    self.send_response(status)
     self.send_header('Retry-After', '7')
-    self.send_header('Connection', 'close' if self.path == '/fails' else 'keep-alive')
+    self.send_header('Connection', 'keep-alive' if status == 200 else 'close')
     self.send_header('Content-Length', str(len(said)))
     self.end_headers()
     self.wfile.write(said)
@@ -230,8 +231,11 @@ class Replica(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def balancer(tmp_path):
-  """Run NGINX as configured, with names of a cluster replaced, before replicas of which the last one is not there."""
+def balancer(request, tmp_path):
+  """Run NGINX as configured, with names of a cluster replaced, before replicas of which the last one is not there.
+
+  A parameter replaces the time within which a replica must answer.
+  """
   if NGINX is None:
     pytest.skip('nginx is not installed, which parses the configuration of the balancer')
   replicas = [http.server.ThreadingHTTPServer(('127.0.0.1', 0), Replica) for _ in range(PLACES - 1)]
@@ -247,6 +251,7 @@ def balancer(tmp_path):
   text = text.replace('listen 8080', f'listen 127.0.0.1:{listening}').replace(
     'worker_processes auto', 'worker_processes 1'
   )
+  text = text.replace('proxy_read_timeout 310s', f'proxy_read_timeout {getattr(request, "param", "310s")}')
   (tmp_path / 'nginx.conf').write_text(text)
   command = [NGINX, '-p', tmp_path, '-e', tmp_path / 'log', '-c', tmp_path / 'nginx.conf']
   parsed = subprocess.run([*command, '-t'], capture_output=True, text=True, check=False)
@@ -265,25 +270,39 @@ def balancer(tmp_path):
       each.shutdown(), each.server_close(), thread.join()
 
 
-def test_that_a_replica_fails_and_that_there_is_none_are_said_as_the_service_says_it(balancer):
-  def ask(method, path):
-    connection = http.client.HTTPConnection('127.0.0.1', balancer.port, timeout=30)
-    connection.request(method, path, '{}' if method == 'POST' else None, {'Host': 'sdpo.example.com'})
-    answer = connection.getresponse()
-    content = json.loads(answer.read())
-    connection.close()
-    return answer.status, answer.headers.get_all('Retry-After'), answer.headers['Content-Type'], content
+def said_by(balancer, method, path):
+  connection = http.client.HTTPConnection('127.0.0.1', balancer.port, timeout=30)
+  connection.request(method, path, '{}' if method == 'POST' else None, {'Host': 'sdpo.example.com'})
+  answer = connection.getresponse()
+  content = answer.read()
+  connection.close()
+  return answer.status, answer.headers.get_all('Retry-After'), answer.headers['Content-Type'], content
 
-  status, wait, _, content = ask('GET', '/fails')
-  assert (status, wait, content['path']) == (503, ['7'], '/fails')
-  for each in balancer.replicas:
-    each.shutdown(), each.server_close()
-  for method in ('GET', 'POST'):
-    status, wait, kind, content = ask(method, '/v1/models')
+
+def check_that_none_is_ready(balancer):
+  for method in ('POST', 'GET'):  # NGINX sends only the latter to the other replicas, too.
+    status, wait, kind, content = said_by(balancer, method, '/v1/models')
     assert (status, wait, kind) == (503, ['1'], 'application/json')
+    error = json.loads(content)['error']
     for path in ('/v1/continual/adapters', '/v1/models'):
       said = error_responses.failure(NotReady('', retry_after=1.0), path, '').body
-      assert content['error'] == content['error'] | said['error'] | {'message': content['error']['message']}
+      assert error == error | said['error'] | {'message': error['message']}
+
+
+def test_that_a_replica_fails_and_that_there_is_none_are_said_as_the_service_says_it(balancer):
+  for path, failed in (('/fails', 503), ('/late', 504)):
+    status, wait, _, content = said_by(balancer, 'GET', path)
+    assert (status, wait, json.loads(content)['path']) == (failed, ['7'], path)
+  for each in balancer.replicas:
+    each.shutdown(), each.server_close()
+  check_that_none_is_ready(balancer)
+
+
+@pytest.mark.parametrize('balancer', ['50ms'], indirect=True)
+def test_that_replicas_are_paused_is_said_as_the_service_says_it(balancer):
+  for each in balancer.replicas:
+    each.shutdown()  # Its socket still takes connections, and nobody answers them.
+  check_that_none_is_ready(balancer)
 
 
 def test_requests_for_an_adapter_go_to_one_replica(balancer):

@@ -66,6 +66,7 @@ _CHEAP = 32  # Requests at once that cost little and wait for nothing; the sende
 _PART = re.compile(PART.format('([0-9a-f]{64}/[0-9]+)', '([0-9a-f]{64})'))
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
+_PIECE = 2**16  # Bytes of a body sent at once; only between two sends does the server wait for the client.
 _LOGGED_BODY = 100_000  # The most bytes of a response kept for the log.
 # Of a request that wants nothing to be kept, also if its body is no JSON; texts in JSON cannot match.
 _UNSTORED = re.compile(rb'"store"\s*:\s*false')
@@ -78,7 +79,7 @@ class GateResponse:
 
   to_socket: Send  # Sends to the client.
   headers: Sequence[tuple[bytes, bytes]]  # Defaults, which the handler may override.
-  patience: float  # Seconds within which the client must accept each part.
+  patience: float  # Seconds within which the client must accept each piece.
   keep: int  # How many bytes of the body to keep.
   status: int = 0
   size: int = 0  # Bytes of the body.
@@ -107,8 +108,12 @@ class GateResponse:
       await self._send(message)
 
   async def _send(self, message: Message) -> None:
+    body = memoryview(message.get('body', b''))
+    last = max(0, len(body) - 1) // _PIECE * _PIECE
+    for start in range(0, last, _PIECE):
+      await self._send(message | {'body': bytes(body[start : start + _PIECE]), 'more_body': True})
     try:
-      await asyncio.wait_for(self.to_socket(message), self.patience)
+      await asyncio.wait_for(self.to_socket(message | {'body': bytes(body[last:])} if last else message), self.patience)
     except TimeoutError:
       self.closed = True
       raise OSError(f'The client did not read the response within {self.patience:g} seconds.') from None
@@ -178,17 +183,14 @@ class Gate:
     places = FairSemaphore(http.max_requests, shared=shared, per_key=per_key)
     self._forwarding = Forwarding(lambda replica: lifetime.present.store.leases.lives(replica), places)
     self._origins = Origins(http, keyed=keys is not None)
-    self._threads = False  # Whether the size of the thread pool was set.
     lifetime.on_drain(self._end_endless)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope['type'] != 'http':
       await self._app(scope, receive, send)
       return
-    if not self._threads:
-      self._threads = True
-      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
-      anyio.to_thread.current_default_thread_limiter().total_tokens = threads
+    threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + _CHEAP
+    anyio.to_thread.current_default_thread_limiter().total_tokens = threads  # Of this event loop.
     headers: dict[str, list[str]] = {}
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
@@ -201,9 +203,10 @@ class Gate:
     try:
       await self._pass(scope, receive, answer, request)
     except Exception as error:  # Not BaseException: the server is stopping, or the connection is gone.
-      failed = error_responses.failure_of(error, request.path, request.id, self._log_of(request).error)
-      with contextlib.suppress(OSError):
-        await answer.json(failed.status, failed.body, failed.headers)
+      if not answer.closed:  # That a client does not read is no failure of the service.
+        failed = error_responses.failure_of(error, request.path, request.id, self._log_of(request).error)
+        with contextlib.suppress(OSError):
+          await answer.json(failed.status, failed.body, failed.headers)
     finally:
       seconds, tokens = time.monotonic() - began, {kind: request.spent[kind] for kind in TOKENS if request.spent[kind]}
       self._lifetime.under_way -= 1
@@ -311,7 +314,7 @@ class Gate:
       task = asyncio.create_task(handled)
       rest = held.pop_all()
       task.add_done_callback(lambda _: rest.close())
-      await self._wait(task, call, seconds)
+      await self._wait(task, call, answer, seconds)
 
   async def _show(self, scope: Scope, receive: Receive, answer: GateResponse, sender: str | None) -> None:
     """Let a handler that needs no account respond; None: it needs no place either."""
@@ -332,15 +335,18 @@ class Gate:
     request.unstored = _UNSTORED.search(request.body) is not None
     return body is not None
 
-  async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
-    """Wait for a handler; when its time limit is over it is told to stop, and `GRACE` seconds later it is abandoned."""
+  async def _wait(self, task: asyncio.Task[None], call: Call, answer: GateResponse, seconds: float | None) -> None:
+    """Wait for a handler; when its time limit is over it is told to stop, and `GRACE` seconds later it is abandoned.
+
+    Once it has responded, only the client is waited for, which has no time limit as long as it reads.
+    """
     try:
       await asyncio.wait({task}, timeout=seconds)
-      if not task.done():
+      if not (task.done() or (answer.complete and answer.held is None)):
         late = Deadline(f'The request was not done within its time limit of {seconds:g} seconds.')
         call.end(late)
         await asyncio.wait({task}, timeout=GRACE)
-        if not task.done():
+        if not (task.done() or (answer.complete and answer.held is None)):
           # Retrieve the exception, or asyncio would log that nobody did.
           task.add_done_callback(lambda done: done.cancelled() or done.exception())
           raise late

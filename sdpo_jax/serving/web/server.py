@@ -87,22 +87,22 @@ def url_of(listening: socket.socket) -> str:
 
 
 class PatientProtocol(H11Protocol):
-  """HTTP/1.1 that closes connections whose headers do not arrive; uvicorn would wait forever.
+  """HTTP/1.1 that drops clients that send no headers or do not read; uvicorn would wait forever.
 
   Each server makes its own subclass, which holds the state that its connections share.
   """
 
-  patience: float = 30.0  # Seconds within which the headers of a request must arrive.
+  patience: float = 30.0  # Seconds within which the headers of a request must arrive, and a full buffer be read.
   most: int = 320  # The most open connections; beyond them, the one waiting longest for headers is closed.
-  waiting: dict[PatientProtocol, None]  # Connections without a request in progress, the oldest first.
+  waiting: dict[PatientProtocol, None]  # Connections with a running timeout, the oldest first.
   _timer: asyncio.TimerHandle | None = None
 
   def connection_made(self, transport: Any) -> None:
     super().connection_made(transport)
     self._look()
     # Or silent connections would use up the file descriptors of the process.
-    if len(self.connections) > self.most and self.waiting:
-      next(iter(self.waiting)).give_up()
+    if len(self.connections) > self.most:  # Those that still read a response are left alone; this one has none yet.
+      next(each for each in self.waiting if not each.transport.get_write_buffer_size()).give_up()
 
   def data_received(self, data: bytes) -> None:
     super().data_received(data)
@@ -110,16 +110,24 @@ class PatientProtocol(H11Protocol):
 
   def on_response_complete(self) -> None:
     super().on_response_complete()
-    if not self.transport.is_closing():
-      self._look()
+    self._look()
+
+  def pause_writing(self) -> None:
+    super().pause_writing()
+    self._look()
+
+  def resume_writing(self) -> None:
+    super().resume_writing()
+    self._stop()
+    self._look()
 
   def connection_lost(self, exc: Exception | None) -> None:
     super().connection_lost(exc)
     self._stop()
 
   def _look(self) -> None:
-    """Start the timeout for headers if no request is in progress; otherwise stop it."""
-    if self.cycle is not None and not self.cycle.response_complete:
+    """Start the timeout if no request is in progress or the buffer is full; otherwise stop it."""
+    if self.cycle is not None and not (self.cycle.response_complete or self.flow.write_paused):
       self._stop()
     elif self._timer is None:
       self._timer = self.loop.call_later(self.patience, self.give_up)
@@ -132,10 +140,9 @@ class PatientProtocol(H11Protocol):
       self._timer = None
 
   def give_up(self) -> None:
-    """Close the connection, since its client has sent no headers in time."""
+    """Drop the connection and what its client has not read; to close it would wait for the client."""
     self._stop()
-    if not self.transport.is_closing():
-      self.transport.close()
+    self.transport.abort()
 
 
 class Server(uvicorn.Server):

@@ -29,6 +29,7 @@ from sdpo_jax.serving.web.telemetry import Log, Metrics
 from tests.serving.web.foreign_pages import FOREIGN
 
 LOCAL = 'http://localhost'
+PIECE = 2**16  # Bytes of an answer that are sent at once.
 
 
 class Account:
@@ -938,6 +939,65 @@ def test_an_answer_that_nobody_takes_is_given_up():
 
   asyncio.run(run())
   assert world.lifetime.under_way == 0
+  assert [line['event'] for line in world.lines()] == ['request']  # No error: the service did not fail.
+
+
+@pytest.mark.parametrize('size', [0, 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE - 1])
+@pytest.mark.parametrize('more', [False, True])
+def test_a_part_of_an_answer_is_sent_in_pieces_between_which_the_client_is_waited_for(size, more):
+  sent, body = [], bytes(n % 251 for n in range(size))
+
+  async def send(message):
+    sent.append(message)
+
+  async def run():
+    answer = gate.GateResponse(send, [], 60, 0)
+    await answer({'type': 'http.response.start', 'status': 200, 'headers': []})
+    await answer({'type': 'http.response.body', 'body': body, 'more_body': more})
+    assert (answer.size, answer.complete) == (size, not more)
+
+  asyncio.run(run())
+  assert sent[0] == {'type': 'http.response.start', 'status': 200, 'headers': []}
+  pieces = [message['body'] for message in sent[1:]]
+  assert b''.join(pieces) == body and [len(each) for each in pieces[:-1]] == [PIECE] * (len(pieces) - 1)
+  assert len(pieces) == max(1, -(-size // PIECE)) and all(type(each) is bytes for each in pieces)
+  assert [message['more_body'] for message in sent[1:]] == [True] * (len(pieces) - 1) + [more]
+
+
+def test_the_time_limit_of_a_request_is_not_for_the_client_that_reads_the_answer(monkeypatch):
+  """The limit is over when the client has the first piece, and so is the time that a handler has to end."""
+  size, sent = 3 * PIECE, []
+  world = World(routes=[route('GET', '/v1/continual/large', lambda asked: Reply({'text': '-' * size}))])
+
+  async def run():
+    reading = asyncio.Event()
+
+    async def over(tasks, timeout):
+      await reading.wait()
+      return set(), tasks
+
+    monkeypatch.setattr(asyncio, 'wait', over)
+    left = [{'type': 'http.request', 'body': b'', 'more_body': False}]
+
+    async def receive():
+      if not left:
+        await asyncio.Event().wait()
+      return left.pop()
+
+    async def send(message):
+      if message.get('body'):
+        reading.set()
+        for _ in range(20):
+          await asyncio.sleep(0)
+      sent.append(message.get('body', b''))
+
+    scope = {'type': 'http', 'method': 'GET', 'path': '/v1/continual/large', 'headers': [(b'host', b'localhost')]}
+    scope |= {'query_string': b'', 'root_path': '', 'scheme': 'http', 'server': ('127.0.0.1', 1), 'client': None}
+    await world.app(scope, receive, send)
+    return b''.join(sent)
+
+  assert asyncio.run(run()).count(b'-') == size
+  assert [line['status'] for line in world.lines()] == [200]
 
 
 def test_a_service_is_idle_while_nobody_asks():

@@ -253,6 +253,91 @@ def test_connections_that_say_nothing_take_nobody_elses():
   assert answer.startswith(b'HTTP/1.1 200') and oldest == b''
 
 
+# Clients that do not read.
+
+
+@contextlib.contextmanager
+def answering(text, **changes):
+  """Run a process whose first answer has a text, and whose others are short; its buffers are small."""
+  service, answers = Slow(), [{'text': text}]
+  service.worker.ready.set()
+  service.capabilities = lambda: answers.pop() if answers else {}
+  process = process_of(lambda config, announce: service, **changes)
+  process._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # noqa: SLF001
+  with running(process):
+    try:
+      until(lambda: process.lifetime.ready)
+      yield process
+    finally:
+      process.lifetime.drain()
+
+
+@contextlib.contextmanager
+def reader(process, close=False):
+  """Ask, and yield a file of the answer, of which only the first line was read."""
+  host, port = process.url.removeprefix('http://').split(':')
+  with socket.socket() as client:
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    end = b'Connection: close\r\n\r\n' if close else b'\r\n'
+    client.sendall(b'GET /v1/capabilities HTTP/1.1\r\nHost: localhost\r\n' + end)
+    with client.makefile('rb', buffering=1024) as answer:
+      assert answer.readline() == b'HTTP/1.1 200 OK\r\n'
+      yield answer
+
+
+def rest_of(answer):
+  """Return what else arrives until the connection ends."""
+  parts = []
+  with contextlib.suppress(ConnectionResetError):
+    while part := answer.read1(65536):
+      parts.append(part)
+  return b''.join(parts)
+
+
+@pytest.mark.parametrize('close', [False, True])
+@pytest.mark.parametrize('size', [60_000, 4_000_000], ids=['less than is buffered', 'more than is buffered'])
+def test_a_client_that_does_not_read_is_dropped_and_its_place_is_free(size, close):
+  with answering('-' * size, read_timeout_s=0.1, max_requests=1) as process, reader(process, close) as answer:
+    until(lambda: not process._server.server_state.connections)  # noqa: SLF001
+    assert get(process, '/v1/capabilities') == (200, {})
+    assert rest_of(answer).count(b'-') < size
+
+
+def test_a_client_that_reads_slowly_holds_its_place_and_has_it_all():
+  size = 4_000_000
+  with answering('-' * size, max_requests=1) as process, reader(process) as answer:
+    assert answer.read(100_000).count(b'-') > 90_000
+    status, body = get(process, '/v1/capabilities')
+    assert (status, body['error']['code']) == (429, 'busy')
+    process.lifetime.drain()  # Which ends the connection once all was sent.
+    assert rest_of(answer).endswith(b'-"}')
+    until(lambda: not process.lifetime.under_way)
+
+
+def test_a_client_that_still_reads_is_left_alone_by_connections_that_say_nothing():
+  size = 60_000
+  with answering('-' * size, max_requests=1) as process, reader(process) as answer, contextlib.ExitStack() as others:
+    until(lambda: not process.lifetime.under_way)  # Its answer is buffered, and it was the first to wait.
+    host, port = process.url.removeprefix('http://').split(':')
+    silent = [others.enter_context(socket.create_connection((host, int(port)))) for _ in range(4 + 64)]
+    assert silent[0].recv(1) == b''
+    while (line := answer.readline()) != b'\r\n':
+      assert line
+    assert answer.read(size + len('{"text":""}')) == b'{"text":"%b"}' % (b'-' * size)
+
+
+def test_the_head_of_a_large_answer_is_all_that_is_sent():
+  with answering('-' * 1_000_000) as process:
+    connection = http.client.HTTPConnection(process.url.removeprefix('http://'), timeout=PATIENCE)
+    with contextlib.closing(connection):
+      for method, length in (('HEAD', '1000011'), ('GET', '2')):
+        connection.request(method, '/v1/capabilities')
+        response = connection.getresponse()
+        assert (response.status, response.headers['Content-Length']) == (200, length)
+        assert response.read() == (b'' if method == 'HEAD' else b'{}')
+
+
 # The real one.
 
 
