@@ -106,7 +106,7 @@ def items_of(account: Account, example: TrainingExample, number: int) -> list[It
   """Convert an example to feedback items for the model of this service."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
-  with service.tokenizing:
+  with account.tokenizing():
     if example.tokenizer == fingerprint(service.tokenizer):
       tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
       item = Item(**tokens, log_probs=example.log_probs, **shown)

@@ -1,10 +1,12 @@
 """Sessions over HTTP: what is proposed, decided and learned, and that no page and no other session has a say in it."""
 
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
 import io
 import json
 import pathlib
+import time
 import types
 
 import pytest
@@ -343,6 +345,33 @@ def test_kept_answers_go_with_the_adapter(world):
   world.open.delete(opened.adapter)
   assert code(world.open.post(f'{opened.at}/turns/0/decision', **asked)) == (404, 'not_found')
   assert world.service.store.database.request(LOCAL_OWNER, hashlib.sha256(b'gone').hexdigest()) is None
+
+
+def test_texts_of_sessions_wait_for_their_turn_and_not_for_the_tokenizer(world, script):
+  """Else those of one key would stand before the texts of all others."""
+  service, turns = world.service, world.service.parsing
+  opened, other = Opened(world, tools=session_world.TOOLS), Opened(world)
+
+  def replay():
+    lines = world.open.get(f'{opened.adapter}/examples').content
+    return world.open.post(f'{other.adapter}/replay', content=lines, headers={'Content-Type': session_routes.NDJSON})
+
+  script.say(session_world.called(session_world.GREP), session_world.called(session_world.READ))
+  with ThreadPoolExecutor() as threads:
+    for asked in (
+      lambda: world.open.post(f'{opened.adapter}/sessions', json={}),
+      lambda: opened.post('turns', {'messages': HELLO}),
+      lambda: opened.post('turns/0/decision', DENIAL),
+      lambda: opened.post('turns', {}),
+      lambda: opened.post('turns/1/decision', {'decision': 'edit', 'arguments': {'p': 'y'}}),
+      replay,
+    ):
+      with turns.of(Call()):
+        answer = threads.submit(asked)
+        while not turns._waiting and not answer.done():  # noqa: SLF001 (Nothing else tells.)
+          time.sleep(0.001)
+        assert not answer.done() and not service.tokenizing.locked()
+      assert answer.result().status_code in (200, 201), answer.result().text
 
 
 # Examples.
