@@ -46,6 +46,12 @@ class Account:
   owner: str
   call: Call = dataclasses.field(default_factory=Call)  # The request that the operations belong to.
 
+  @contextlib.contextmanager
+  def tokenizing(self) -> Iterator[None]:
+    """Hold the tokenizer for a text of any length: keys take turns at it, so that others wait for one text."""
+    with self.service.parsing.of(self.call), self.service.tokenizing:
+      yield
+
   # Adapters.
 
   def adapter(self, id: str) -> AdapterRecord:

@@ -143,9 +143,9 @@ class NotHolder(ServiceError):
 
   status, code = 503, 'not_holder'
 
-  def __init__(self, url: str, replica: str = ''):
+  def __init__(self, url: str, replica: str = '', after: str = ': retry in a second'):
     """Say so; `url`: where that replica is reached, and `replica`: its id, or empty if they are not known."""
-    super().__init__('Another replica of the service has this adapter now: retry in a second.', retry_after=1.0)
+    super().__init__(f'Another replica of the service has this adapter now{after}.', retry_after=1.0)
     self.url, self.replica = url, replica
 
 

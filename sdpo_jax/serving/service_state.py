@@ -62,14 +62,15 @@ class EventLog:
   def __init__(self, clock: Callable[[], float] = time.time):
     """Make an empty log; `clock` returns seconds since the epoch."""
     self._clock, self._changed = clock, threading.Condition()
-    self._next = int(1e6 * clock())
+    self._last = 0  # The id of the newest event: the time in microseconds, to go on after one of another replica.
     self._events: collections.OrderedDict[str, collections.deque[AdapterEvent]] = collections.OrderedDict()
 
   def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> AdapterEvent:
     """Add an event with details as JSON, and wake those who wait for one."""
     with self._changed:
-      event = AdapterEvent(self._next, adapter, kind, self._clock(), details)
-      self._next += 1
+      now = self._clock()
+      self._last = max(self._last + 1, int(1e6 * now))
+      event = AdapterEvent(self._last, adapter, kind, now, details)
       self._events.setdefault(adapter, collections.deque(maxlen=KEPT_EVENTS)).append(event)
       self._events.move_to_end(adapter)
       if len(self._events) > _ADAPTERS:

@@ -106,6 +106,10 @@ def test_events_can_be_read_on_from_any_of_them():
   assert heard[-1] == late
   later = EventLog(clock=lambda: 101.0)
   assert later.add('a', 'queued', {}).id > late.id
+  times = iter([100.0, 102.0])  # A replica that was there before the one that had the adapter meanwhile.
+  former = EventLog(clock=lambda: next(times))
+  former.add('b', 'queued', {})
+  assert former.add('a', 'queued', {}).id > later.wait('a', None, 0)[-1].id
   log.forget('a')
   assert log.wait('a', None, 0) == []
 

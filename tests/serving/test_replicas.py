@@ -10,6 +10,7 @@ import types
 
 import pytest
 
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import NotHolder
 from tests.serving import openai_server, service_world
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
@@ -109,6 +110,33 @@ def test_a_session_goes_on_where_its_adapter_is(replicas):
     assert answer.status_code == 200 and answer.headers['content-type'].startswith('text/event-stream')
     assert 'event: ' in answer.read().decode()  # To its end, when the turn is stored.
   assert replicas.one.http.get(path).json() == replicas.other.http.get(path).json()
+
+
+def test_a_replay_goes_on_where_its_adapter_has_gone(replicas, monkeypatch):
+  mine, target = made(replicas.one, 'taught'), made(replicas.one, 'replayed')
+  for _ in range(2):
+    begun = replicas.one.http.post(f'{ROOT}/adapters/{mine}/sessions', json={'guards': {'min_entropy': None}}).json()
+    path, token = f'{ROOT}/adapters/{mine}/sessions/{begun["session"]["id"]}', {'X-Session-Token': begun['token']}
+    body = {'messages': [{'role': 'user', 'content': 'Hi'}]}
+    assert replicas.one.http.post(f'{path}/turns', json=body, headers=token).status_code == 200
+    body = {'decision': 'deny', 'correction': 'Be brief.'}
+    assert replicas.one.http.post(f'{path}/turns/0/decision', json=body, headers=token).status_code == 200
+  learn = feedback.learn
+
+  def learn_once(account, adapter, *rest, **more):
+    done = learn(account, adapter, *rest, **more)
+    if account.service is replicas.one.service:
+      replicas.one.service.store.leases.give_back(adapter)
+      replicas.other.service.store.hold('local', adapter)
+    return done
+
+  monkeypatch.setattr(feedback, 'learn', learn_once)
+  headers = {'Content-Type': 'application/x-ndjson', 'Idempotency-Key': 'taken over'}
+  asked = {'content': replicas.one.http.get(f'{ROOT}/adapters/{mine}/examples').content, 'headers': headers}
+  answer = replicas.one.http.post(f'{ROOT}/adapters/{target}/replay', **asked)
+  assert [each['version_after'] for each in answer.json()['learned']] == [1, 2], answer.text
+  assert replicas.one.http.post(f'{ROOT}/adapters/{target}/replay', **asked).json() == answer.json()
+  assert replicas.other.service.store.adapter('local', target).head == 2
 
 
 def test_who_holds_an_adapter_and_does_not_answer_is_waited_for(replicas):

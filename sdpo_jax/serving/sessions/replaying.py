@@ -14,7 +14,7 @@ from typing import Any
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
-from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.errors import InvalidRequest, NotHolder
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item
 from sdpo_jax.serving.sessions import teaching, waiting_examples
 from sdpo_jax.serving.sessions.conversation import Dialogue, StudentPrompt, fingerprint, template_of
@@ -81,9 +81,15 @@ def _step(
     began = time.monotonic()
     done = feedback.learn(account, adapter, None, asked, idempotency=part)
     learned = waiting_examples.said_of(account, done, asked.items, turns, began)
-  except BaseException:
+  except BaseException as error:
     if part is not None:
-      store.abandon(part)
+      store.abandon(part)  # A replica to which the request is forwarded goes on here.
+    elif index and isinstance(error, NotHolder):  # There, the steps before this one were learned again.
+      raise NotHolder(
+        '',
+        after=f', after {index} steps of the replay were learned, whose turns its versions name: send the other '
+        'examples, with an Idempotency-Key',
+      ) from error
     raise
   if part is not None:
     store.finish(part, 200, json.dumps(learned.to_json()).encode())
@@ -106,7 +112,7 @@ def items_of(account: Account, example: TrainingExample, number: int) -> list[It
   """Convert an example to feedback items for the model of this service."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
-  with service.tokenizing:
+  with account.tokenizing():
     if example.tokenizer == fingerprint(service.tokenizer):
       tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
       item = Item(**tokens, log_probs=example.log_probs, **shown)

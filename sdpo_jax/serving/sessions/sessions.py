@@ -85,7 +85,7 @@ class Sessions:
     id, token, created = f'ses-{secrets.token_hex(8)}', f'sst-{secrets.token_urlsafe(32)}', service.clock()
     session = AgentSession(id, known.id, created, settings, form, written_by(service), _digest(token))
     dialogue = dialogue_of(service, session)
-    with service.tokenizing:
+    with self._account.tokenizing():
       dialogue.check(form)
       least = len(dialogue.begin([{'role': 'user', 'content': 'x'}]).tokens)
     if least > service.max_prompt:
@@ -179,7 +179,7 @@ class Sessions:
     if not new and newest is not None and newest.status == 'denied' and newest.told is None:
       prompt, compacted = list(newest.prompt_tokens), False
     else:
-      with self._service.tokenizing:
+      with self._account.tokenizing():
         prompt, compacted = proposing.next_prompt(self._database, held, dialogue, new, self._service.max_prompt)
     sampling = {'seed': seed, 'drafts': drafts, 'compacted': compacted}
     return proposing.draw(self._account, held, dialogue, prompt, new, held.number + 1, **sampling)
@@ -374,7 +374,7 @@ class Sessions:
     one, other = (json.dumps(dict(each[decision.call].arguments), sort_keys=True) for each in (calls, turn.calls))
     if one == other:  # As JSON, since 1, 1.0 and true are equal in Python.
       raise InvalidRequest('The arguments are unchanged: approve the call, or change them.', field='arguments')
-    with self._service.tokenizing:
+    with self._account.tokenizing():
       kept = dialogue.edited(turn.text, calls, session.tool_form)
       if tuple(read_calls(dialogue.text_of(kept), session.tool_form, session.settings.tools).calls) != calls:
         raise InvalidRequest(

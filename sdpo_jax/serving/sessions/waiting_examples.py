@@ -62,7 +62,7 @@ def example_of(
   if before.denied and kind != REHEARSAL:
     words = [each.decision.correction for each in before.denied] + [said.feedback]
     said = dataclasses.replace(said, feedback='\n\n'.join(dict.fromkeys(filter(None, words))) or None)
-  with service.tokenizing:
+  with account.tokenizing():
     bare = turn.prompt_tokens
     if before.denied:
       bare, _ = proposing.next_prompt(

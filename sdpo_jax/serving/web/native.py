@@ -17,7 +17,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import records
-from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotHolder, ServiceError
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotHolder, ServiceError, StorageFailed
 from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
 from sdpo_jax.serving.records import AdapterRecord, SampleRecord, Version
 from sdpo_jax.serving.sample_requests import SampleDone, SampleOptions
@@ -368,7 +368,11 @@ events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-def
 
 
 def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
-  """Yield the events of an adapter as they happen, after an empty comment and with heartbeats in silences."""
+  """Yield the events of an adapter as they happen, after an empty comment and with heartbeats in silences.
+
+  Raises:
+    NotHolder: they happen at another replica now, to which a client that reconnects is forwarded.
+  """
   asked.account.service.store.hold(asked.account.owner, asked.adapter)  # Where they happen.
   happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
   yield ServerSentEvent()
@@ -380,6 +384,8 @@ def event_stream(asked: Incoming) -> Iterator[ServerSentEvent]:
       yield ServerSentEvent({'adapter': event.adapter, 'time': event.time, **event.details}, event.kind, event.id)
     elif (silent := silent + _LOOK) >= _HEARTBEAT:
       silent = 0.0
+      with contextlib.suppress(StorageFailed):  # As long as that is not known, they happen here.
+        asked.account.service.store.hold(asked.account.owner, asked.adapter)
       yield ServerSentEvent()
 
 

@@ -81,8 +81,9 @@ class Undo(RequestBody):
   to: int | None = Field(
     None,
     ge=0,
-    description='The version that is copied, with its moments and its average; null: the one before the newest that is '
-    'not undone, so that requests one after the other walk back.',
+    description='The version whose factors are copied; moments and average are those of the closest version from it '
+    'back that still has them, or begin anew. null: the one before the newest that is not undone, so that requests one '
+    'after the other walk back.',
   )
 
 

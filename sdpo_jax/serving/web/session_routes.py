@@ -47,7 +47,7 @@ def list_sessions(asked: Incoming) -> Reply:
 
 
 def open_session(asked: Incoming) -> Reply:
-  """Open a session; the response is the only one with its token."""
+  """Open a session, for every request another one (it has no Idempotency-Key), whose token only this response has."""
   settings: SessionSettings = asked.body
   _check_size(asked, 'system', [settings.system or ''])
   _check_size(asked, 'tools', [json.dumps(settings.tools)], 'max_tools_bytes')
@@ -74,7 +74,7 @@ def delete_session(asked: Incoming) -> Reply:
 
 
 def propose(asked: Incoming, drafts: bool) -> Proposal:
-  """Sample the next proposal, which becomes the newest turn of the session."""
+  """Sample the next proposal, which becomes the newest turn of the session; it has no Idempotency-Key."""
   body: schemas.ProposeRequest = asked.body
   _check_size(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]

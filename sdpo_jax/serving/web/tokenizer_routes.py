@@ -42,7 +42,7 @@ def tokenize(asked: Incoming) -> Reply:
   if body.messages is not None:
     tokens = service.prompt_of(messages=[each.model_dump() for each in body.messages], limit=service.max_text)
   else:
-    with service.parsing.of(asked.account.call), service.tokenizing:  # Keys take turns, and others wait for one text.
+    with asked.account.tokenizing():
       tokens = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
   texts = [service.texts.text_of(token) for token in tokens] if body.return_token_strs else None
   said = {'tokens': tokens, 'count': len(tokens), 'max_model_len': service.max_text, 'token_strs': texts}

@@ -31,7 +31,7 @@ from sdpo_jax.learning.learner import LessonScores
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.capacity import Turns
+from sdpo_jax.serving.capacity import FairSemaphore, Turns
 from sdpo_jax.serving.feedback import FeedbackResult
 from sdpo_jax.serving.lessons import AnswersMoved, Reprompting
 from sdpo_jax.serving.records import SampleRecord
@@ -106,6 +106,7 @@ def account_of(store: Store) -> Learner:
     chat=chat,
     settings=Config().serve,
     tokenizing=lock,
+    parsing=FairSemaphore(1),
     turns=Turns(),
     stop_token_ids=(tokenizer().eos_token_id,),
     max_prompt=_LONG,

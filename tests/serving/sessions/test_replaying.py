@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.capacity import FairSemaphore
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import replaying
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -27,11 +29,12 @@ def account(family):
     chat=ChatFormat({}),
     stop_token_ids=stops(family),
     tokenizing=threading.Lock(),
+    parsing=FairSemaphore(1),
     max_prompt=10_000,
     max_completion=1_000,
     reprompting=types.SimpleNamespace(config=CONFIG),
   )
-  return types.SimpleNamespace(service=service)
+  return Account(service, 'ada')
 
 
 def answered(family, said):

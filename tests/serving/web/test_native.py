@@ -26,10 +26,10 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Deadline, StorageFailed
+from sdpo_jax.serving.errors import Deadline, NotHolder, NotReady, StorageFailed
 from sdpo_jax.serving.sidecar import FAILURES, Sidecar
 from sdpo_jax.serving.store import blobs
-from sdpo_jax.serving.web import gate, packed
+from sdpo_jax.serving.web import endpoints, gate, native, packed
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.telemetry import Log
@@ -529,18 +529,10 @@ def test_scores_are_the_same_in_every_format_and_those_of_the_sampler(world):
   assert code(wrong) == (400, 'invalid_request') and wrong.json()['error']['field'] == 'rows.0.ids'
 
 
-def test_events_tell_what_happened_and_read_on(world):
-  at = create(world.ada, 'eventful')
-  sample = draw(world.ada, 'eventful')['completions'][0]['sample_id']
-  world.ada.post(f'{at}/feedback', json={'sample_id': sample, 'feedback': 'Be brief.'})
-  known = world.service.events.wait(at.rsplit('/', 1)[1], None, 0)
-  assert [event.kind for event in known] == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
-  from sdpo_jax.serving.call import Call
-  from sdpo_jax.serving.errors import NotReady
-  from sdpo_jax.serving.web import endpoints, native
-
+def listening(world, at, last):
+  """Return a request for the events of an adapter after the `last` one."""
   call = Call()
-  asked = endpoints.Incoming(
+  return endpoints.Incoming(
     account=Account(world.service, 'ada', call),
     call=call,
     body=b'',
@@ -549,16 +541,45 @@ def test_events_tell_what_happened_and_read_on(world):
     query={},
     expected=None,
     idempotency=None,
-    last_event=known[3].id,
+    last_event=last,
     metrics=None,
     post_to_replica=None,
   )
+
+
+def test_events_tell_what_happened_and_read_on(world):
+  at = create(world.ada, 'eventful')
+  sample = draw(world.ada, 'eventful')['completions'][0]['sample_id']
+  world.ada.post(f'{at}/feedback', json={'sample_id': sample, 'feedback': 'Be brief.'})
+  known = world.service.events.wait(at.rsplit('/', 1)[1], None, 0)
+  assert [event.kind for event in known] == ['committed', 'queued', 'scored', 'stepped', 'guarded', 'committed']
+  asked = listening(world, at, known[3].id)
   stream = native.event_stream(asked)
   said = [next(stream) for _ in range(3)]
   assert said[0].data is None and [each.event for each in said[1:]] == ['guarded', 'committed']
   assert said[2].data['version'] == 1 and said[2].id == known[5].id
-  call.end(NotReady('Over.'))
+  asked.call.end(NotReady('Over.'))
   with pytest.raises(NotReady):
+    next(stream)
+
+
+def test_a_stream_of_events_ends_where_they_happen_no_more(world, monkeypatch):
+  at = create(world.ada, 'moving')
+  fails = {}
+
+  def hold(owner, adapter):
+    for error in fails.pop(adapter, ()):
+      raise error
+
+  monkeypatch.setattr(world.service.store, 'hold', hold)
+  monkeypatch.setattr(native, '_LOOK', 0.001)
+  monkeypatch.setattr(native, '_HEARTBEAT', 0.001)
+  stream = native.event_stream(listening(world, at, None))
+  assert [next(stream).event for _ in range(3)] == [None, 'committed', None]
+  fails[at.rsplit('/', 1)[1]] = [StorageFailed('Who has it is not known.')]
+  assert next(stream).data is None and not fails
+  fails[at.rsplit('/', 1)[1]] = [NotHolder('http://there')]
+  with pytest.raises(NotHolder):
     next(stream)
 
 

@@ -1,23 +1,27 @@
 """Sessions over HTTP: what is proposed, decided and learned, and that no page and no other session has a say in it."""
 
+from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import hashlib
 import io
 import json
 import pathlib
+import time
 import types
 
 import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Cancelled
+from sdpo_jax.serving.errors import Cancelled, NotHolder
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.web import endpoints, session_routes, session_schemas
 from sdpo_jax.serving.web.app import make_app
-from sdpo_jax.serving.web.gate import LOCAL_OWNER
+from sdpo_jax.serving.web.forwarding import Forwarding
+from sdpo_jax.serving.web.gate import LOCAL_OWNER, send_body
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.telemetry import Log
 from tests.serving import service_world, session_world
@@ -345,6 +349,33 @@ def test_kept_answers_go_with_the_adapter(world):
   assert world.service.store.database.request(LOCAL_OWNER, hashlib.sha256(b'gone').hexdigest()) is None
 
 
+def test_texts_of_sessions_wait_for_their_turn_and_not_for_the_tokenizer(world, script):
+  """Else those of one key would stand before the texts of all others."""
+  service, turns = world.service, world.service.parsing
+  opened, other = Opened(world, tools=session_world.TOOLS), Opened(world)
+
+  def replay():
+    lines = world.open.get(f'{opened.adapter}/examples').content
+    return world.open.post(f'{other.adapter}/replay', content=lines, headers={'Content-Type': session_routes.NDJSON})
+
+  script.say(session_world.called(session_world.GREP), session_world.called(session_world.READ))
+  with ThreadPoolExecutor() as threads:
+    for asked in (
+      lambda: world.open.post(f'{opened.adapter}/sessions', json={}),
+      lambda: opened.post('turns', {'messages': HELLO}),
+      lambda: opened.post('turns/0/decision', DENIAL),
+      lambda: opened.post('turns', {}),
+      lambda: opened.post('turns/1/decision', {'decision': 'edit', 'arguments': {'p': 'y'}}),
+      replay,
+    ):
+      with turns.of(Call()):
+        answer = threads.submit(asked)
+        while not turns._waiting and not answer.done():  # noqa: SLF001 (Nothing else tells.)
+          time.sleep(0.001)
+        assert not answer.done() and not service.tokenizing.locked()
+      assert answer.result().status_code in (200, 201), answer.result().text
+
+
 # Examples.
 
 
@@ -439,6 +470,37 @@ def test_a_replay_that_was_cut_short_goes_on_where_it_was(world):
     rows.execute('UPDATE versions SET request_key = NULL WHERE adapter = ? AND number = 2', (other.session['adapter'],))
   last = world.open.post(f'{other.adapter}/replay', **asked).json()['learned']
   assert [each['version_after'] for each in last] == [1, 3] and other.version == 3
+
+
+def test_a_replay_is_begun_anew_by_no_other_replica(world, monkeypatch):
+  opened, other = Opened(world, update={'learning_rate': 1e-3}), Opened(world)
+  opened.propose(HELLO)
+  opened.decide(0, DENIAL)
+  opened.propose()
+  opened.decide(1, DENIAL)
+  lines = world.open.get(f'{opened.adapter}/examples').content
+  kind, learn, sent = {'Content-Type': session_routes.NDJSON}, feedback.learn, []
+
+  def learn_once(account, adapter, *rest, **more):
+    if account.version(adapter).number:  # Another replica has taken it over.
+      raise NotHolder('http://there', 'there')
+    return learn(account, adapter, *rest, **more)
+
+  async def forwarded(self, holder, request, call, scope, receive, send):
+    sent.append((holder.url, request.header('idempotency-key')))
+    await send_body(send, 200, b'{"learned": []}', {})
+
+  monkeypatch.setattr(feedback, 'learn', learn_once)
+  monkeypatch.setattr(Forwarding, '__call__', forwarded)
+  refused = world.open.post(f'{other.adapter}/replay', content=lines, headers=kind)
+  assert sent == [] and code(refused) == (503, 'not_holder')
+  assert 'after 1 steps of the replay' in refused.json()['error']['message'] and other.version == 1
+  keyed = Opened(world)  # With a key the other one knows what was learned.
+  answer = world.open.post(f'{keyed.adapter}/replay', content=lines, headers=kind | {'Idempotency-Key': 'moved'})
+  assert answer.json() == {'learned': []} and keyed.version == 1 and sent == [('http://there', 'moved')]
+  key, database = hashlib.sha256(b'moved').hexdigest(), world.service.store.database
+  assert database.request(LOCAL_OWNER, f'{key}/0').state == 'done'
+  assert [database.request(LOCAL_OWNER, name) for name in (key, f'{key}/1')] == [None, None]
 
 
 @pytest.mark.parametrize('line', [b'', b'{}', b'[]', b'nothing', b'{"session": 3}', b'\xff', b'[' * 100_000])
