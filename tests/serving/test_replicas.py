@@ -6,13 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
 import socket
+import time
 import types
 
 import pytest
 
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import NotHolder
+from sdpo_jax.serving.web import native
 from tests.serving import openai_server, service_world
+from tests.serving.served_process import until
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
 
 pytestmark = pytest.mark.slow  # Two engines.
@@ -137,6 +140,24 @@ def test_a_replay_goes_on_where_its_adapter_has_gone(replicas, monkeypatch):
   assert [each['version_after'] for each in answer.json()['learned']] == [1, 2], answer.text
   assert replicas.one.http.post(f'{ROOT}/adapters/{target}/replay', **asked).json() == answer.json()
   assert replicas.other.service.store.adapter('local', target).head == 2
+
+
+def test_events_of_another_replica_stream_no_longer_than_to_their_client(replicas, monkeypatch):
+  monkeypatch.setattr(native, '_LOOK', 0.05)
+  mine, events, looks = made(replicas.one, 'watched'), replicas.one.service.events, []
+  wait = events.wait
+  monkeypatch.setattr(events, 'wait', lambda *given: looks.append(given) or wait(*given))
+  for _ in range(8):
+    with replicas.other.http.stream('GET', f'{ROOT}/adapters/{mine}/events') as answer:
+      assert next(answer.iter_lines()) == ': still here'
+
+  def nobody_looks():
+    before = len(looks)
+    time.sleep(0.5)
+    return len(looks) == before
+
+  assert looks
+  until(nobody_looks)
 
 
 def test_who_holds_an_adapter_and_does_not_answer_is_waited_for(replicas):

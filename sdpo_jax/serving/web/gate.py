@@ -113,7 +113,8 @@ class GateResponse:
     for start in range(0, last, _PIECE):
       await self._send(message | {'body': bytes(body[start : start + _PIECE]), 'more_body': True})
     try:
-      await asyncio.wait_for(self.to_socket(message | {'body': bytes(body[last:])} if last else message), self.patience)
+      async with asyncio.timeout(self.patience):  # In Python 3.11, `asyncio.wait_for` can swallow a cancellation.
+        await self.to_socket(message | {'body': bytes(body[last:])} if last else message)
     except TimeoutError:
       self.closed = True
       raise OSError(f'The client did not read the response within {self.patience:g} seconds.') from None

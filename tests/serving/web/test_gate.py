@@ -942,6 +942,28 @@ def test_an_answer_that_nobody_takes_is_given_up():
   assert [line['event'] for line in world.lines()] == ['request']  # No error: the service did not fail.
 
 
+def test_a_handler_is_cancelled_though_its_client_reads_on_at_that_moment():
+  """Or what another replica streams would be passed on for ever, to nobody."""
+
+  async def run():
+    reads, sent = asyncio.Event(), []
+
+    async def send(message):
+      sent.append(message)
+      await reads.wait()
+
+    answer = gate.GateResponse(send, [], 60, 0)
+    handler = asyncio.create_task(answer({'type': 'http.response.start', 'status': 200, 'headers': []}))
+    while not sent:
+      await asyncio.sleep(0)
+    reads.set()
+    handler.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await handler
+
+  asyncio.run(run())
+
+
 @pytest.mark.parametrize('size', [0, 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE - 1])
 @pytest.mark.parametrize('more', [False, True])
 def test_a_part_of_an_answer_is_sent_in_pieces_between_which_the_client_is_waited_for(size, more):
