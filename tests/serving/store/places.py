@@ -111,8 +111,7 @@ def write_tree(tree: Tree, folder: pathlib.Path) -> None:
     for table, content in tables.items():
       with rows.cursor().copy(f'COPY {table} FROM STDIN') as copy:
         copy.write(content)
-    for table in ('feedback', 'session_examples'):
-      rows.execute(f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), max(id)) FROM {table}")
+    rows.execute("SELECT setval(pg_get_serial_sequence('session_examples', 'id'), max(id)) FROM session_examples")
 
 
 def remove(folder: pathlib.Path) -> None:
