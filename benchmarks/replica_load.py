@@ -38,14 +38,14 @@ import numpy as np
 from benchmarks import replicas
 from benchmarks.serve import cpu_seconds
 
-# By default, as `--measure` has found them on two cores that were busy otherwise, too.
+# By default, as `--measure` has found them on two cores.
 COSTS = {
-  'read_cpu_ms': 4.0,
-  'completion_cpu_ms': 4.5,
-  'feedback_cpu_ms': 19.5,
-  'completion_transactions': 8.8,
-  'feedback_transactions': 105.0,
-  'database_per_s': 2675.0,
+  'read_cpu_ms': 3.7,
+  'completion_cpu_ms': 4.2,
+  'feedback_cpu_ms': 11.3,
+  'completion_transactions': 2.2,
+  'feedback_transactions': 19.0,
+  'database_per_s': 2874.0,
 }
 SECONDS = 10.0  # Of the simulated load.
 FEEDBACK_TOKENS = 4  # A feedback costs an engine what so many completions do: drawn once, scored, learned.
