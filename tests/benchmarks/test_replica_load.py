@@ -14,7 +14,7 @@ def test_a_queue_serves_one_request_at_a_time():
 
 
 def test_what_saturates_first_is_named(capsys, monkeypatch):
-  monkeypatch.setattr(sys, 'argv', ['replica_load', '--rate=100', '--database_per_s=400'])
+  monkeypatch.setattr(sys, 'argv', ['replica_load', '--rate=100', '--feedback_transactions=20', '--database_per_s=200'])
   assert replica_load.main() == 0
   short, enough = (json.loads(line)['load'] for line in capsys.readouterr().out.splitlines())
   assert short['first'] == 'database' and short['busy']['database'] > 1 >= enough['busy']['database']
