@@ -103,8 +103,9 @@ class Leases:
   def idle(self) -> list[str]:
     """Return the keys of leases that were not asked for of late."""
     since = time.monotonic() - (LIFETIME if self.drained else IDLE)
-    self._needed = {key: at for key, at in self._needed.items() if at >= since}
-    return [key for key in list(self._held) if key not in self._needed]
+    # Copies, since other threads add to both meanwhile.
+    self._needed = {key: at for key, at in self._needed.copy().items() if at >= since}
+    return [key for key in self._held.copy() if key not in self._needed]
 
   def take(self, key: str) -> int:
     """Take a lease, which `confirm` makes usable, and return its epoch.

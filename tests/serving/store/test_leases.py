@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import secrets
+import sys
 import threading
 import time
 import types
@@ -127,6 +129,28 @@ def test_a_lease_that_is_not_needed_goes_to_whoever_needs_it(replicas, monkeypat
     one.hold_owner('ada')
   monkeypatch.undo()
   assert other.adapter('ada', adapter.id).head == 2
+
+
+def test_idle_leases_are_found_while_others_are_asked_for(replicas):
+  found, stopped, before = replicas.start('one').leases, threading.Event(), sys.getswitchinterval()
+
+  def ask(name):
+    for number in itertools.count():
+      if stopped.is_set():
+        return
+      found.epoch(f'{name}-{number}')
+
+  askers = [threading.Thread(target=ask, args=(name,)) for name in range(3)]
+  sys.setswitchinterval(1e-6)
+  try:
+    for asker in askers:
+      asker.start()
+    assert all(found.idle() == [] for _ in range(20))
+  finally:
+    stopped.set()
+    sys.setswitchinterval(before)
+    for asker in askers:
+      asker.join()
 
 
 def test_a_slow_holder_is_refused_by_the_epoch_in_head(replicas):
