@@ -123,9 +123,7 @@ class Service(ServiceState):
   def tend(self, stopped: threading.Event) -> None:
     """Save the usage of keys, settle what is in doubt and give back leases, every second and at the end.
 
-    Retention is applied more rarely.
-
-      It ends when `stopped` is set.
+    Retention is applied more rarely. It ends when `stopped` is set.
     """
     next_pass, saved = time.monotonic(), True
     while True:

@@ -919,25 +919,27 @@ def test_a_stream_whose_reader_leaves_is_ended_and_its_place_free(world):
     assert asgi(world, 'GET', '/v1/continual/endless', leave=done)[0]['status'] == 200
 
 
+async def sent_by(world, path, send):
+  """Let an answer be sent by a function, to a client that stays."""
+  left = [{'type': 'http.request', 'body': b'', 'more_body': False}]
+
+  async def receive():
+    if not left:
+      await asyncio.Event().wait()
+    return left.pop()
+
+  scope = {'type': 'http', 'method': 'GET', 'path': path, 'headers': [(b'host', b'localhost')]}
+  scope |= {'query_string': b'', 'root_path': '', 'scheme': 'http', 'server': ('127.0.0.1', 1), 'client': None}
+  await world.app(scope, receive, send)
+
+
 def test_an_answer_that_nobody_takes_is_given_up():
   world = World(read_timeout_s=0.01)
 
-  async def run():
-    left = [{'type': 'http.request', 'body': b'', 'more_body': False}]
+  async def send(message):
+    await asyncio.Event().wait()
 
-    async def receive():
-      if not left:
-        await asyncio.Event().wait()
-      return left.pop()
-
-    async def send(message):
-      await asyncio.Event().wait()
-
-    scope = {'type': 'http', 'method': 'GET', 'path': '/v1/continual/whoami', 'headers': [(b'host', b'localhost')]}
-    scope |= {'query_string': b'', 'root_path': '', 'scheme': 'http', 'server': ('127.0.0.1', 1), 'client': None}
-    await world.app(scope, receive, send)
-
-  asyncio.run(run())
+  asyncio.run(sent_by(world, '/v1/continual/whoami', send))
   assert world.lifetime.under_way == 0
   assert [line['event'] for line in world.lines()] == ['request']  # No error: the service did not fail.
 
@@ -999,12 +1001,6 @@ def test_the_time_limit_of_a_request_is_not_for_the_client_that_reads_the_answer
       return set(), tasks
 
     monkeypatch.setattr(asyncio, 'wait', over)
-    left = [{'type': 'http.request', 'body': b'', 'more_body': False}]
-
-    async def receive():
-      if not left:
-        await asyncio.Event().wait()
-      return left.pop()
 
     async def send(message):
       if message.get('body'):
@@ -1013,9 +1009,7 @@ def test_the_time_limit_of_a_request_is_not_for_the_client_that_reads_the_answer
           await asyncio.sleep(0)
       sent.append(message.get('body', b''))
 
-    scope = {'type': 'http', 'method': 'GET', 'path': '/v1/continual/large', 'headers': [(b'host', b'localhost')]}
-    scope |= {'query_string': b'', 'root_path': '', 'scheme': 'http', 'server': ('127.0.0.1', 1), 'client': None}
-    await world.app(scope, receive, send)
+    await sent_by(world, '/v1/continual/large', send)
     return b''.join(sent)
 
   assert asyncio.run(run()).count(b'-') == size
