@@ -46,13 +46,12 @@ class Shelf:
     self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # Least recently used first.
     self._digests: dict[str, str] = {}  # The digest of each file, by version.
     self._bytes = 0  # In memory.
-    self._sizes: dict[str, int] = {}  # Bytes by version, in memory or in files, and their sum.
-    self._held = 0
+    self._sizes: dict[str, int] = {}  # Bytes by version, in memory or in files.
     self._lock = threading.Lock()
 
   def __contains__(self, version: str) -> bool:
     with self._lock:
-      return version in self._memory or version in self._digests
+      return version in self._sizes
 
   @property
   def memory_bytes(self) -> int:
@@ -64,7 +63,7 @@ class Shelf:
   def held_bytes(self) -> int:
     """The size of all arrays in memory and in files, in bytes."""
     with self._lock:
-      return self._held
+      return sum(self._sizes.values())
 
   @property
   def names(self) -> list[str]:
@@ -80,11 +79,10 @@ class Shelf:
       UserError: there is no room in memory, and no file can be written; nothing has changed.
     """
     with self._lock:
-      if version in self._memory or version in self._digests:
+      if version in self._sizes:
         raise ValueError(f'The version {version} exists already.')
       self._admit(version, arrays)
       self._sizes[version] = _size(arrays)
-      self._held += self._sizes[version]
 
   def get(self, version: str) -> Arrays:
     """Return the arrays of a version, which are read-only.
@@ -104,7 +102,7 @@ class Shelf:
   def drop(self, version: str) -> None:
     """Drop a version and erase its file; a missing version is ignored."""
     with self._lock:
-      self._held -= self._sizes.pop(version, 0)
+      self._sizes.pop(version, None)
       if version in self._memory:
         self._bytes -= _size(self._memory.pop(version))
       if self._digests.pop(version, None) is not None:
