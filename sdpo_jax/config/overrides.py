@@ -9,15 +9,7 @@ from typing import Any
 import urllib.parse
 
 from sdpo_jax.config.conditions import DEFAULTS, unread
-from sdpo_jax.config.fields import (
-  check_types,
-  flatten,
-  is_listed,
-  parse,
-  parse_entry,
-  types_of,
-  unknown_setting,
-)
+from sdpo_jax.config.fields import check_types, flatten, is_listed, parse, parse_entry, types_of, unknown_setting
 from sdpo_jax.config.validated import Config
 from sdpo_jax.errors import UserError
 

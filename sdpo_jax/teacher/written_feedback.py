@@ -14,13 +14,7 @@ from sdpo_jax.environments.outcomes import encodable, graded_of, scores_of
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import first_line
 from sdpo_jax.models.chat_template import TEMPLATE_ERRORS
-from sdpo_jax.teacher.context import (
-  longest_that_fits,
-  shorten_end,
-  shorten_middle,
-  shown_text,
-  successes_by_group,
-)
+from sdpo_jax.teacher.context import longest_that_fits, shorten_end, shorten_middle, shown_text, successes_by_group
 from sdpo_jax.types import Messages, Outcome
 
 NO_OUTPUT = '(nothing)'  # Replaces missing feedback of a grader.

@@ -6,13 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sdpo_jax.serving.sessions.session_records import (
-  JsonObject,
-  Label,
-  LearnedTurns,
-  Text,
-  ToolResult,
-)
+from sdpo_jax.serving.sessions.session_records import JsonObject, Label, LearnedTurns, Text, ToolResult
 from sdpo_jax.serving.web.schemas import PageSaid, RequestBody, ResponseBody
 
 

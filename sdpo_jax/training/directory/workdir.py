@@ -14,14 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.overrides import Differences, differences
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import (
-  is_local,
-  make_directory,
-  remove_partials,
-  sync_ancestors,
-  sync_directory,
-  write_atomically,
-)
+from sdpo_jax.files import is_local, make_directory, remove_partials, sync_ancestors, sync_directory, write_atomically
 from sdpo_jax.models.remote_files import readable
 from sdpo_jax.training.directory import sealed
 from sdpo_jax.training.directory.epochs import EPOCHS

@@ -16,14 +16,7 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving import guards as feedback_guards
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import (
-  Cancelled,
-  Forbidden,
-  InvalidRequest,
-  NotFound,
-  StorageFailed,
-  TurnConflict,
-)
+from sdpo_jax.serving.errors import Cancelled, Forbidden, InvalidRequest, NotFound, StorageFailed, TurnConflict
 from sdpo_jax.serving.feedback_request import Item, make_request
 from sdpo_jax.serving.records import VersionTarget, engine_name
 from sdpo_jax.serving.sample_requests import SampleDraft
