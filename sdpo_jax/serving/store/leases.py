@@ -1,9 +1,9 @@
 """Leases in PostgreSQL: which of several replicas of a service may change which adapter, and create adapters of whom.
 
 A replica renews one row about itself, and its leases live as long as that, or until it has not needed them for a while:
-a new replica gets its share of the work. Whoever takes over the lease of a replica
-that has not renewed it gets a higher epoch and writes that into HEAD first, so that the compare-and-swap of a former
-holder, which may only be slow, fails from then on. All times are those of the database's clock.
+a new replica gets its share of the work. Whoever takes over the lease of a replica that has not renewed it gets a
+higher epoch and writes that into HEAD first, so that the compare-and-swap of a former holder, which may only be slow,
+fails from then on. All times are those of the database's clock.
 """
 
 from __future__ import annotations

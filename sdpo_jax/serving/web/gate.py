@@ -47,13 +47,7 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
-from sdpo_jax.serving.web.admission import (
-  GateRequest,
-  Lifetime,
-  Origins,
-  read_body,
-  time_limit,
-)
+from sdpo_jax.serving.web.admission import GateRequest, Lifetime, Origins, read_body, time_limit
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.forwarding import MARK, PART, Forwarding
 from sdpo_jax.serving.web.keys import ApiKey, Keys, presented
@@ -481,12 +475,8 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
 
 def _digest(request: GateRequest, scope: Scope) -> str:
   """Return a digest of a request, which requests with the same Idempotency-Key must have in common."""
-  parts = [
-    request.method,
-    request.path,
-    scope.get('query_string', b'').decode('latin-1'),
-    request.header('if-match') or '',
-  ]
+  query = scope.get('query_string', b'').decode('latin-1')
+  parts = request.method, request.path, query, request.header('if-match') or ''
   return hashlib.sha256('\0'.join(parts).encode() + b'\0' + request.body).hexdigest()
 
 
