@@ -372,6 +372,7 @@ class Tormentor:
       self.stop_database()
     else:
       victim = self._draw.choice([each for each in self._replicas if each.well])
+      paused_s = self._draw.uniform(2.0, 20.0)  # Before what depends on time, so that the seed says how long.
       held = self.held(victim)
       self._draw.shuffle(held)
       at = time.monotonic()
@@ -381,7 +382,7 @@ class Tormentor:
       for probe in probes:
         probe.start()
       if what == 'pause':
-        time.sleep(self._draw.uniform(2.0, 20.0))
+        time.sleep(paused_s)
         victim.process.send_signal(signal.SIGCONT)
         victim.well = True
       for probe in probes:
