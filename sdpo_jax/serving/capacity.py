@@ -156,6 +156,10 @@ class Turns:
     with self._lock:
       return len(self._locks)
 
+  def __contains__(self, thing: Hashable) -> bool:
+    """Return whether somebody holds or waits for the lock of a key."""
+    return thing in self._locks
+
   @contextlib.contextmanager
   def of(self, thing: Hashable, call: Call) -> Iterator[None]:
     """Hold the lock of a key, such as the id of an adapter, during the block; see `FairSemaphore.of`."""

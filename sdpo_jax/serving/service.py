@@ -137,7 +137,7 @@ class Service(ServiceState):
         saved = False
       with contextlib.suppress(StorageFailed):
         self.store.settle_doubtful()
-        self.store.let_go()
+        self.store.let_go(self.turns)
       if ends:
         return
       if time.monotonic() >= next_pass:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import contextlib
 import json
 import socket
+import threading
 import time
 import types
 
@@ -13,6 +14,7 @@ import pytest
 
 from sdpo_jax.serving import feedback
 from sdpo_jax.serving.errors import NotHolder
+from sdpo_jax.serving.store import leases
 from sdpo_jax.serving.web import native
 from tests.serving import openai_server, service_world
 from tests.serving.served_process import until
@@ -140,6 +142,31 @@ def test_a_replay_goes_on_where_its_adapter_has_gone(replicas, monkeypatch):
   assert [each['version_after'] for each in answer.json()['learned']] == [1, 2], answer.text
   assert replicas.one.http.post(f'{ROOT}/adapters/{target}/replay', **asked).json() == answer.json()
   assert replicas.other.service.store.adapter('local', target).head == 2
+
+
+def test_a_feedback_keeps_its_adapter_for_as_long_as_it_learns(replicas, monkeypatch):
+  mine, service = made(replicas.one, 'slow'), replicas.one.service
+  learn, ended, kept = service.worker.learn, threading.Event(), []
+  ended.set()
+
+  def learn_slowly(*given, **more):
+    with monkeypatch.context() as later:
+      later.setattr(leases, 'IDLE', -1.0)
+      service.tend(ended)
+    with pytest.raises(NotHolder):
+      replicas.other.service.store.hold('local', mine)
+    kept.append(mine)
+    return learn(*given, **more)
+
+  with monkeypatch.context() as slow:
+    slow.setattr(service.worker, 'learn', learn_slowly)
+    answer = replicas.one.http.post(f'{ROOT}/adapters/{mine}/feedback', json={'items': [ITEM]})
+  assert kept == [mine] and answer.json()['version_after'] == 1, answer.text
+  monkeypatch.setattr(leases, 'IDLE', -1.0)
+  service.store.retain()  # Moments that wait would keep it, too.
+  until(lambda: not service.store.stats['waiting_states'])
+  service.tend(ended)
+  replicas.other.service.store.hold('local', mine)
 
 
 def test_events_of_another_replica_stream_no_longer_than_to_their_client(replicas, monkeypatch):

@@ -6,7 +6,7 @@ rows of the database. It exists once HEAD has moved; what a process leaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -914,11 +914,15 @@ class Store(contextlib.AbstractContextManager):
     if self.leases is not None:
       self.leases.drain()
 
-  def let_go(self) -> None:
-    """Give back the leases that were not needed of late, unless a change is under way or moments wait to be written."""
+  def let_go(self, under_way: Container[str] = ()) -> None:
+    """Give back the leases that were not needed of late, unless moments wait to be written.
+
+    Args:
+      under_way: the ids of adapters with a change that others wait for; they may compute for longer than a lease idles.
+    """
     for key in [] if self.leases is None else self.leases.idle():
       lock = self._locks.get(key, threading.RLock())
-      if key not in self._states and lock.acquire(blocking=False):
+      if key not in self._states and key not in under_way and lock.acquire(blocking=False):
         try:
           self.leases.give_back(key)
         finally:

@@ -16,6 +16,7 @@ import pytest
 from sdpo_jax.config import LimitsConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.allowances import Allowances
+from sdpo_jax.serving.capacity import Turns
 from sdpo_jax.serving.errors import Busy, InFlight, InvalidRequest, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import leases, migrations, optimizer_states, versions
@@ -554,7 +555,8 @@ def test_what_the_database_has_missed_follows_without_a_request(replicas, monkey
   assert other.adapter('ada', adapter.id).head == 0
   stopped = threading.Event()
   stopped.set()
-  Service.tend(types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=one), stopped)
+  service = types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=one, turns=Turns())
+  Service.tend(service, stopped)
   assert other.adapter('ada', adapter.id).head == 1
 
 
