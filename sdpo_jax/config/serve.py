@@ -115,7 +115,7 @@ class LimitsConfig:
     'Tokens that one key may use at once after a pause. None: tokens_per_minute.',
     TOKENS,
   )
-  max_requests_per_key: int = setting(64, 'Requests of one key that are handled at once.', REQUESTS)
+  max_requests_per_key: int = setting(64, 'Requests of one key handled at once; no limit without keys.', REQUESTS)
   max_waiting: int = setting(
     512,
     'Jobs that may wait for the engine; more are refused with status 429. A key leaves as many as it has.',
