@@ -47,6 +47,7 @@ class Shelf:
     self._digests: dict[str, str] = {}  # The digest of each file, by version.
     self._bytes = 0  # In memory.
     self._sizes: dict[str, int] = {}  # Bytes by version, in memory or in files.
+    self._held = 0  # Their sum, which the engine's thread asks for between any two chunks of tokens.
     self._lock = threading.Lock()
 
   def __contains__(self, version: str) -> bool:
@@ -63,7 +64,7 @@ class Shelf:
   def held_bytes(self) -> int:
     """The size of all arrays in memory and in files, in bytes."""
     with self._lock:
-      return sum(self._sizes.values())
+      return self._held
 
   @property
   def names(self) -> list[str]:
@@ -83,6 +84,7 @@ class Shelf:
         raise ValueError(f'The version {version} exists already.')
       self._admit(version, arrays)
       self._sizes[version] = _size(arrays)
+      self._held += self._sizes[version]
 
   def get(self, version: str) -> Arrays:
     """Return the arrays of a version, which are read-only.
@@ -102,7 +104,7 @@ class Shelf:
   def drop(self, version: str) -> None:
     """Drop a version and erase its file; a missing version is ignored."""
     with self._lock:
-      self._sizes.pop(version, None)
+      self._held -= self._sizes.pop(version, 0)
       if version in self._memory:
         self._bytes -= _size(self._memory.pop(version))
       if self._digests.pop(version, None) is not None:

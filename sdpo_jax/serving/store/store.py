@@ -915,10 +915,10 @@ class Store(contextlib.AbstractContextManager):
       self.leases.drain()
 
   def let_go(self, under_way: Container[str] = ()) -> None:
-    """Give back the leases that were not needed of late, unless moments wait to be written.
+    """Give back the leases that were not needed of late, unless a change is under way or moments wait to be written.
 
     Args:
-      under_way: the ids of adapters with a change that others wait for; they may compute for longer than a lease idles.
+      under_way: the ids of adapters that requests are changing, which may compute for long before they commit.
     """
     for key in [] if self.leases is None else self.leases.idle():
       lock = self._locks.get(key, threading.RLock())
