@@ -80,7 +80,9 @@ def test_a_sample_of_the_campaign(postgres):  # noqa: F811 (Skipped without Post
     cwd=tiny.REPOSITORY,
     env=tiny.environment(quick=True),
   )
-  torments, asked, took, found = (json.loads(line) for line in done.stdout.splitlines())
+  lines = [json.loads(line) for line in done.stdout.splitlines()]
+  assert len(lines) == 4, (done.returncode, done.stderr[-3000:])
+  torments, _, took, found = lines
   assert torments['torments'] == {'pause': 1, 'kill': 1} and took['takeover_s']['count']
   wrong = {name: count for name, count in found['found'].items() if name not in ('adapters', 'changes', 'unknown')}
   assert not any(wrong.values()), done.stderr[-3000:]

@@ -188,26 +188,29 @@ def erase_session(rows: Rows, session: str) -> None:
 # Recovery of notes.
 
 
-def reconcile(database: Database, adapter: str) -> None:
-  """Mark those waiting examples of an adapter that its versions have already learned."""
-  waiting = examples(database, adapter, state='waiting')
+def reconcile(database: Database, session: AgentSession) -> None:
+  """Mark those waiting examples of a session that a version has already learned.
+
+  The caller must hold the lock of the session: the example of a change under way waits until its result is noted, too.
+  """
+  waiting = examples(database, session.adapter, session=session.id, state='waiting')
   if not waiting:
     return
-  open_ones = {(example.session, example.n, example.kind) for example in waiting}
+  open_ones = {(example.n, example.kind) for example in waiting}
   query = (
     "SELECT number, details FROM versions WHERE adapter = ? AND number > ? AND reason = 'feedback' ORDER BY number"
   )
-  for number, details in database.read(query, (adapter, min(example.head for example in waiting))):
+  for number, details in database.read(query, (session.adapter, min(example.head for example in waiting))):
     made = json.loads(details)
     source = made.get(SOURCE)
-    if not isinstance(source, Mapping):
+    if not isinstance(source, Mapping) or source['id'] != session.id:
       continue
-    named = [(source['id'], n, kind) for n, kind in source['examples']]
+    named = [(n, kind) for n, kind in source['examples']]
     if open_ones.isdisjoint(named):
       continue
     said = LearnedTurns(number - 1, number, True, None, source['turns'], warnings=made['warnings'])
     with database.writing(full=True) as rows:
-      note_learned(rows, named, number, said)
+      note_learned(rows, [(session.id, *each) for each in named], number, said)
 
 
 # Rows.

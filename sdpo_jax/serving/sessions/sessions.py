@@ -322,8 +322,8 @@ class Sessions:
     """Hold the lock of a session; yields its state, after marking the examples that were already learned."""
     self._service.store.hold(self._account.owner, adapter)
     with self._service.turns.of(('session', session), self._account.call):
-      self.get(adapter, session)  # Makes the store re-read the adapter if that is in doubt.
-      session_tables.reconcile(self._database, adapter)
+      found = self.get(adapter, session)  # Makes the store re-read the adapter if that is in doubt.
+      session_tables.reconcile(self._database, found)
       held = self._held(adapter, session)
       yield held, self._dialogue_of(held.session)
 
