@@ -920,9 +920,10 @@ class Store(contextlib.AbstractContextManager):
     Args:
       under_way: the ids of adapters that requests are changing, which may compute for long before they commit.
     """
+    creating = {versions.adapter_folder(owner, '') for owner, _ in self._names.copy()}
     for key in [] if self.leases is None else self.leases.idle():
       lock = self._locks.get(key, threading.RLock())
-      if key not in self._states and key not in under_way and lock.acquire(blocking=False):
+      if not any(key in each for each in (under_way, creating, self._states)) and lock.acquire(blocking=False):
         try:
           self.leases.give_back(key)
         finally:

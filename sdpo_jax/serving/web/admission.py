@@ -234,7 +234,8 @@ async def read_body(
   parts, size = [], 0
   while True:
     try:
-      message: Message = await asyncio.wait_for(receive(), min(timeout, until - time.monotonic()))
+      async with asyncio.timeout(min(timeout, until - time.monotonic())):  # Not `wait_for`, see `Response`.
+        message: Message = await receive()
     except TimeoutError:
       if time.monotonic() >= until:
         raise TooSlow(f'The body did not arrive within {whole:g} seconds (serve.http.deadline_s).') from None

@@ -110,10 +110,14 @@ def test_a_lease_that_is_not_needed_goes_to_whoever_needs_it(replicas, monkeypat
   with pytest.raises(NotHolder):
     step(other, adapter, 1)
   monkeypatch.setattr(leases, 'IDLE', -1.0)
+
+  def let_go_elsewhere():
+    thread = threading.Thread(target=one.let_go)
+    thread.start()
+    thread.join()
+
   with one._alone(adapter.id):  # noqa: SLF001 (A change is under way.)
-    from_elsewhere = threading.Thread(target=one.let_go)
-    from_elsewhere.start()
-    from_elsewhere.join()
+    let_go_elsewhere()
   with monkeypatch.context() as broken:
     broken.setattr(optimizer_states, 'write', fail)
     one.keep_optimizer_state(version, {}).result()
@@ -121,6 +125,11 @@ def test_a_lease_that_is_not_needed_goes_to_whoever_needs_it(replicas, monkeypat
   assert one.leases.epoch(adapter.id) is not None
   one.retain()
   until(lambda: not one.stats['waiting_states'])
+  with monkeypatch.context() as slow:  # A creation whose bucket takes its time keeps the names of the owner.
+    put_new = one.blobs.put_new
+    slow.setattr(one.blobs, 'put_new', lambda *parts, **more: (let_go_elsewhere(), put_new(*parts, **more)))
+    one.create('ada', 'slow', {}, arrays(0))
+    assert one.leases.epoch(versions.adapter_folder('ada', '')) is not None
   one.let_go()
   step(other, adapter, 1)
   other.create('ada', 'another', {}, arrays(0))
