@@ -17,6 +17,7 @@ sent again; `takeover_s`; and `found`, at the end:
 - `doubled`: versions of one idempotency key beyond the first, or that nobody has asked for;
 - `gaps`: numbers that are missing; `different`: answers in which replicas differ;
 - `refused`: requests that were refused for good, though nothing was wrong with them;
+- `ended`: replicas that have ended by themselves, and are started again for the audit;
 - `unknown`: requests without an answer.
 
 Exit code 1 if one of these but the last is not 0, or a takeover took longer than 10 s.
@@ -122,6 +123,14 @@ class Replica:
     """Send a signal, after which it does not answer."""
     self.well = False
     self.process.send_signal(number)
+
+  def revive(self) -> str:
+    """Start it again if it has ended by itself; return what it said last, if so."""
+    if (code := self.process.poll()) is None:
+      return ''
+    said = f'exit code {code}: {self.log.read_text()[-3000:]}'
+    self.start()
+    return said
 
   def end(self) -> None:
     """Kill it, if it was started."""
@@ -432,7 +441,7 @@ class Audit:
     self._replicas, self.ledger, self._blobs = replicas, ledger, blobs
     self._http = httpx2.Client(timeout=60.0)
     self.found: collections.Counter = collections.Counter(
-      dict.fromkeys(('lost', 'doubled', 'gaps', 'different', 'refused', 'unknown'), 0)
+      dict.fromkeys(('lost', 'doubled', 'gaps', 'different', 'refused', 'ended', 'unknown'), 0)
     )
 
   def note(self, kind: str, what: str, count: int = 1) -> None:
@@ -441,6 +450,9 @@ class Audit:
 
   def run(self) -> dict[str, int]:
     changes = self.ledger.changes
+    for replica in self._replicas:
+      if said := replica.revive():
+        self.note('ended', f'{replica.url}, {said}')
     for what in self.ledger.wrong:
       kind = what.partition(':')[0]
       if kind != 'late':
@@ -610,7 +622,7 @@ def measured(args: argparse.Namespace, replicas: list[Replica], server: postgres
   print(json.dumps({'takeover_s': took}), flush=True)
   found = Audit(replicas, ledger, RemoteBlobs('s3://bucket/x')).run()
   print(json.dumps({'found': found}), flush=True)
-  wrong = any(found[name] for name in ('lost', 'doubled', 'gaps', 'different', 'refused'))
+  wrong = any(found[name] for name in ('lost', 'doubled', 'gaps', 'different', 'refused', 'ended'))
   return int(wrong or max(times, default=0.0) > BAR)
 
 

@@ -68,6 +68,17 @@ def test_an_audit_finds_what_is_lost_doubled_or_missing(audit):
   assert counted(audit) == {'gaps': 1}
 
 
+def test_an_audit_finds_a_replica_that_has_ended_by_itself_and_starts_it_again(audit, tmp_path, monkeypatch):
+  replica = replicas.Replica(tmp_path / 'config.py', {}, tmp_path / 'log')
+  replica.log.write_text('Killed')
+  replica.process = types.SimpleNamespace(poll=lambda: -9)
+  monkeypatch.setattr(replica, 'start', lambda: setattr(replica, 'process', types.SimpleNamespace(poll=lambda: None)))
+  audit._replicas.append(replica)  # noqa: SLF001 (That of the fixture has none.)
+  assert counted(audit) == {'ended': 1}
+  audit.found.clear()
+  assert counted(audit) == {}
+
+
 @pytest.mark.slow
 def test_a_sample_of_the_campaign(postgres):  # noqa: F811 (Skipped without PostgreSQL.)
   # By its seed, a pause of 7.3 s, and little waiting between the torments.
