@@ -10,12 +10,13 @@ import collections
 from collections.abc import Hashable, Iterator
 import concurrent.futures
 import contextlib
+import math
 import threading
 import time
 
 from sdpo_jax.rollout.fair_queue import Payer, Shares
 from sdpo_jax.serving.call import Call
-from sdpo_jax.serving.errors import Deadline
+from sdpo_jax.serving.errors import Busy, Deadline
 
 _LONGEST = 30.0  # The most seconds until those who were refused are asked to come again.
 
@@ -64,6 +65,15 @@ class Capacity:
     self._paces[key] = now, pace + 0.1 * (now - last - pace), due
     if not self._taken[key]:
       del self._taken[key], self._paces[key]
+
+  def full(self, key: str) -> Busy:
+    """Return the error for a request of a key that has found no room, which says when to come again."""
+    seconds = self.refused(key)
+    return Busy(
+      f'You have as many {self.of} as one sender may have now, or all {self.limit} are taken: retry in '
+      f'{math.ceil(seconds)} seconds.',
+      retry_after=seconds,
+    )
 
   def refused(self, key: str) -> float:
     """Return after how many seconds a request without room may find some: one comes as often as one of its key ends.

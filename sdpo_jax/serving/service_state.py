@@ -323,6 +323,8 @@ class ServiceState:
       'losses': ['jsd_pg', 'sdpo'],
       'samples_kept_s': serve.store.sample_ttl_s,
       'versions_kept': serve.store.keep_versions or None,
+      'idle_s': serve.store.idle_s,
+      'union_support': self.sizes.union_support,
       'feedback_texts_kept': serve.store.keep_feedback_texts,
       'lora_uri': records.lora_uri('ID', 0).replace('0', 'NUMBER'),
     }

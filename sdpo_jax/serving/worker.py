@@ -49,7 +49,6 @@ _FILLS = 8  # How often a version fills its share of the rows before it lets oth
 _SHARE = 0.75  # The share of the memory for versions that is used; the rest is headroom.
 _LEAST_VERSIONS = 2  # That fit into memory in any case, with their optimizer states.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
-_LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
@@ -85,7 +84,8 @@ class Worker:
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._lock, self._wake = threading.Lock(), threading.Event()
     self._inbox: collections.deque[Job] = collections.deque()  # New requests; guarded by the lock.
-    self._places = Capacity(max_waiting, shared=shared)  # Of requests that wait or are in progress; likewise.
+    # Of requests that wait or are in progress; likewise.
+    self._places = Capacity(max_waiting, of='jobs in the engine', shared=shared)
     self._shares = Shares()  # Work done for each payer, of the engine: samples, scores and learning.
     self._seen: dict[Payer, float] = {}  # When payers last had new work.
     # Why new requests are refused; None: they are accepted.
@@ -93,7 +93,6 @@ class Worker:
     self._closed = False
     self._stop_at: float | None = None
     self._counts = dict.fromkeys(_COUNTS, 0)
-    self._pace, self._last_end = 0.0, clock()  # The mean seconds between the ends of two requests.
     # Used by the thread of the worker only; other threads may only read `_engine`.
     self._engine: Engine | None = None
     self._room = 0.0  # The bytes of versions and optimizer states that may be in memory.
@@ -303,10 +302,7 @@ class Worker:
         raise NotReady(self._refusal)
       if not self._places.take(job.payer.id):
         self._counts['refused'] += 1
-        seconds = min(_MOST, max(_LEAST, self._pace * self._places.taken / 4))
-        raise Busy(
-          f'The queue is full with {self._places.taken} requests: retry in {seconds:.1f} s.', retry_after=seconds
-        )
+        raise self._places.full(job.payer.id)
       job.began = self._clock()
       self._inbox.append(job)
     self._wake.set()
@@ -662,14 +658,11 @@ class Worker:
       self._ended(job, count)
 
   def _ended(self, job: Job, count: str) -> None:
-    """Count a request that has ended, and update the pace."""
-    now = self._clock()
+    """Count a request that has ended, and free its place."""
     self._shares.leave(job.payer)
     with self._lock:
       self._counts[count] += 1
       self._places.let_go(job.payer.id)
-      self._pace += 0.1 * (now - max(self._last_end, job.began) - self._pace)
-      self._last_end = now
 
   def _lose(self, engine: Engine, error: BaseException) -> None:
     """Fail all requests after the engine was lost, and save the versions that only it had."""

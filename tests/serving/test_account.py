@@ -663,6 +663,7 @@ def test_what_is_not_kept_is_removed_from_time_to_time_whatever_goes_wrong(servi
 
 def test_what_is_served_is_said(ada):
   said = ada.service.capabilities()
+  assert said['idle_s'] == 14 * 86400 and said['union_support'] is False
   assert said['model']['name'] == 'tiny' and said['adapter']['rank'] == 2 and said['adapter']['alpha'] == 4.0
   assert said['tokens'] == {
     'prompt': 64,

@@ -169,6 +169,22 @@ def test_a_feedback_keeps_its_adapter_for_as_long_as_it_learns(replicas, monkeyp
   replicas.other.service.store.hold('local', mine)
 
 
+def test_nothing_is_acknowledged_while_the_database_is_away(replicas, postgres):  # noqa: F811
+  mine, headers = made(replicas.one, 'away'), {'Idempotency-Key': 'away'}
+  path, body = f'{ROOT}/adapters/{mine}/feedback', {'items': [ITEM]}
+  postgres.stop()
+  try:
+    for each in (replicas.one, replicas.other):
+      refused = each.http.post(path, json=body, headers=headers)
+      assert refused.status_code == 503 and int(refused.headers['retry-after']) >= 1, refused.text
+      assert 'postgres' not in refused.text.lower() and '/' not in refused.json()['error']['message']
+  finally:
+    postgres.start()
+  until(lambda: all(each.http.get('/readyz').status_code == 200 for each in (replicas.one, replicas.other)))
+  until(lambda: replicas.other.http.post(path, json=body, headers=headers).status_code == 200)
+  assert replicas.one.service.store.adapter('local', mine).head == 1
+
+
 def test_events_of_another_replica_stream_no_longer_than_to_their_client(replicas, monkeypatch):
   monkeypatch.setattr(native, '_LOOK', 0.05)
   mine, events, looks = made(replicas.one, 'watched'), replicas.one.service.events, []

@@ -82,7 +82,7 @@ def _own_routes(lifetime: Lifetime, metrics: Metrics, operator: str | None, need
       teacher = lifetime.present.endpoint  # The service is ready without it, since sampling needs none.
       return JSONResponse({'status': 'ready'} | ({} if teacher is None else {'teacher': teacher.state}))
     if lifetime.why_not():
-      return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)
+      return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503, {'Retry-After': '1'})
     status = 'draining' if lifetime.draining else 'starting'
     return JSONResponse({'status': status, 'stage': lifetime.stage}, 503, {'Retry-After': '1'})
 

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import re
 import secrets
 import threading
@@ -35,7 +34,6 @@ from sdpo_jax.serving.allowances import TOKENS, Allowances
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.capacity import Capacity, FairSemaphore
 from sdpo_jax.serving.errors import (
-  Busy,
   Deadline,
   InvalidRequest,
   NotFound,
@@ -265,7 +263,7 @@ class Gate:
     places = self._cheap_places if operation.cheap else self._endless_places if operation.endless else self._places
     # What a key has no place for is refused unread. A place is taken once the body is there: slow senders hold none.
     if not places.has_room(request.key):
-      raise _full(places, request.key)
+      raise places.full(request.key)
     task: asyncio.Task[None] | None = None
     with contextlib.ExitStack() as held:
       if not await self._read(receive, request, held):
@@ -449,17 +447,8 @@ class Gate:
 def _take(places: Capacity, key: str, held: contextlib.ExitStack, count: int = 1) -> None:
   """Take places until `held` closes; raises Busy if the key may not."""
   if not places.take(key, count):
-    raise _full(places, key)
+    raise places.full(key)
   held.callback(places.let_go, key, count)
-
-
-def _full(places: Capacity, key: str) -> Busy:
-  seconds = places.refused(key)
-  return Busy(
-    f'You have as many {places.of} as one sender may have now, or all {places.limit} are taken: retry in '
-    f'{math.ceil(seconds)} seconds.',
-    retry_after=seconds,
-  )
 
 
 def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes, dict[str, str]]:

@@ -78,7 +78,9 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Complet
   """
   service, target = account.service, account.resolve(asked.model)
   limit = min(DEFAULT_COMPLETION_TOKENS, service.max_completion) if asked.max_tokens is None else asked.max_tokens
-  longest = _longest(account, asked, limit)
+  longest, most = _longest(account, asked, limit), service.settings.limits.max_waiting // 2
+  if len(asked.prompts) > most:  # Each is a job in the engine, where one key alone gets half of the places.
+    raise InvalidRequest(f'At most {most} prompts fit in a request (serve.limits.max_waiting).', field='prompt')
   prompts = []
   for prompt in asked.prompts:
     if isinstance(prompt, str):

@@ -123,7 +123,7 @@ class Metrics:
         self._tokens.labels(kind).inc(count)
 
   def feedback(self, outcome: str) -> None:
-    """Count a feedback by its outcome: committed, rejected or dry_run."""
+    """Count a feedback by its outcome: committed, rejected, unchanged or dry_run."""
     self._feedback.labels(outcome).inc()
 
   def decision(self, kind: str, seconds: float) -> None:
@@ -133,7 +133,7 @@ class Metrics:
       self._denial_seconds.observe(seconds)
 
   def session_learned(self, outcome: str) -> None:
-    """Count the result of learning in a session: committed, rejected, or waiting for more examples."""
+    """Count the result of learning in a session: committed, rejected, unchanged, or waiting for more examples."""
     self._learned.labels(outcome).inc()
 
   def text(self, key: str | None = None) -> bytes:

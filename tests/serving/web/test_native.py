@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 import re
 import sqlite3
 import threading
@@ -27,8 +28,10 @@ from sdpo_jax.serving import feedback
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline, NotHolder, NotReady, StorageFailed
+from sdpo_jax.serving.records import engine_name
 from sdpo_jax.serving.sidecar import FAILURES, Sidecar
 from sdpo_jax.serving.store import blobs
+from sdpo_jax.serving.store.versions import MOMENTS
 from sdpo_jax.serving.web import endpoints, gate, native, packed
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
@@ -36,6 +39,7 @@ from sdpo_jax.serving.web.telemetry import Log
 from sdpo_jax.teacher import asking
 from tests.local_server import Answer, Server, dead_address
 from tests.serving import service_world
+from tests.serving.served_process import until
 
 ROOT = '/v1/continual'
 MESSAGES = [{'role': 'user', 'content': 'Hi'}]
@@ -218,6 +222,15 @@ def test_feedback_makes_the_next_version_and_says_so(world):
   answer = done.json()
   assert done.status_code == 200 and done.headers['etag'] == '"1"'
   assert (answer['version_before'], answer['version_after'], answer['accepted']) == (0, 1, True)
+  store = world.service.store
+  until(lambda: not store.stats['waiting_states'])
+  keys = [each.key for each in store.blobs.list('users') if f'{adapter}/versions/' in each.key]
+  [moments] = [key for key in keys if key.endswith(MOMENTS)]
+  pathlib.Path(store.blobs.name, moments).write_bytes(b'damaged')
+  world.service.worker.forget(engine_name(adapter, 1))  # It is read again, and its moments are not needed for that.
+  assert draw(world.ada, adapter)['version'] == 1
+  again = world.ada.post(f'{at}/feedback', json=body | {'mode': 'dry_run'}).json()
+  assert again['moments_of'] is None and 'moments of version 1' in again['warnings'][0]
   late = world.ada.post(f'{at}/feedback', json=body, headers={'If-Match': '"0"'})
   assert code(late) == (412, 'version_conflict') and late.json()['error']['current_version'] == 1
   assert late.headers['etag'] == '"1"'

@@ -317,6 +317,13 @@ def test_more_log_probs_than_are_given_are_refused(client, field):
   assert caught.value.param == field and caught.value.type == 'invalid_request_error'
 
 
+def test_more_prompts_than_ever_find_room_are_refused_for_good(client, world):
+  most = world.service.settings.limits.max_waiting // 2
+  with pytest.raises(openai.BadRequestError, match=f'At most {most} prompts') as caught:
+    client.completions.create(model='base', prompt=['Hi'] * (most + 1), max_tokens=1)
+  assert caught.value.param == 'prompt'
+
+
 # --- Streams ---
 
 

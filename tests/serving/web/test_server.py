@@ -11,6 +11,7 @@ import socket
 import threading
 import types
 
+import httpx2
 import pytest
 
 from sdpo_jax import extras
@@ -172,6 +173,7 @@ def test_an_engine_that_cannot_be_made_ends_it_too(when):
       service.worker.ready.clear()
       service.worker.failure = ValueError('The engine has failed, and is made anew.')
       assert get(process, '/readyz')[0] == 503
+      assert httpx2.get(f'{process.url}/readyz').headers['retry-after'] == '1'
     service.worker.failure = UserError('Too little memory: lower serve.rows.')
     service.worker.ended = True
   assert raised == [service.worker.failure] and service.stopped

@@ -211,7 +211,8 @@ function adapterView(adapter) {
     const [item] = said.items;
     const known = item.per_token;
     const became = said.version_after === said.version_before ? `version ${said.version_before} stays` : `version ${said.version_before} became ${said.version_after}`;
-    const why = said.accepted ? '' : ` The new version was rejected: ${said.reason}`;
+    const nothing = said.unchanged ? ' There was nothing to learn: the gradient is 0.' : '';
+    const why = said.accepted ? nothing : ` The new version was rejected: ${said.reason}`;
     tell(part('credit-summary'), `${became}. Mean log-prob of the answer: ${shown(item.mean_log_prob_before)} before, ${shown(item.mean_log_prob_after)} after.${why}`);
     const most = Math.max(1e-9, ...known.divergence.map(Math.abs));
     part('credit-tokens').replaceChildren(
@@ -535,6 +536,7 @@ function sessionView(adapter, id, known) {
 function learned(said) {
   if (said.waiting) return element('p', { textContent: `${said.waiting} examples wait until there are enough to learn from.` });
   if (!said.accepted) return element('p', { textContent: `Nothing was learned: ${said.reason}` });
+  if (said.unchanged) return element('p', { textContent: 'There was nothing to learn: the gradient is 0.' });
   const moved = (each) => `“${each.text}” is ${each.after < each.before ? 'less' : 'more'} likely (${shown(each.before, 2)} → ${shown(each.after, 2)})`;
   const took = said.seconds === null ? '' : ` in ${shown(said.seconds, 1)} s`;
   const summary = element('summary', { textContent: `Learned${took}: version ${said.version_after}${said.moved.length ? `; ${moved(said.moved[0])}` : ''}` });
