@@ -6,8 +6,8 @@
 Starts a PostgreSQL, a server that speaks S3, and replicas as users start them, with the tests' tiny model. Clients
 create adapters, give feedback, undo, change settings, sample and hold sessions, each request at a random replica, on
 adapters of their own and on shared ones; what fails with 503, or is not answered, is sent again with its
-Idempotency-Key. All the while, a random replica gets SIGKILL and is started again, or SIGSTOP and 2 to 20 s later
-SIGCONT, or PostgreSQL crashes for a few seconds. Once a replica is hit, adapters that it held are undone elsewhere:
+Idempotency-Key. All the while, a random replica gets SIGKILL or drains after SIGTERM and is started again, or gets
+SIGSTOP and 2 to 20 s later SIGCONT, or PostgreSQL crashes for a few seconds. Once a replica is hit, adapters that it held are undone elsewhere:
 `takeover_s` is the time until that is acknowledged.
 
 One JSON line each: `torments`, and the machine's load; `asked`, answers by kind of request, and by code those that were
@@ -47,6 +47,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.store import versions
 from sdpo_jax.serving.store.blobs import RemoteBlobs
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
@@ -56,10 +57,11 @@ from tests.serving.store import postgres
 
 ROOT = '/v1/continual'
 BAR = 10.0  # Seconds within which what a replica held is changed elsewhere.
+SIGNALS = {'kill': signal.SIGKILL, 'drain': signal.SIGTERM, 'pause': signal.SIGSTOP}
 PROBES = 3  # Adapters of a replica that was hit, whose takeover is measured.
 PATIENCE_S = 15.0  # Seconds after which a client asks elsewhere.
 LONGEST_S = 120.0  # Seconds after which it gives a request up.
-START_S = 300.0
+START_S = 600.0
 AGAIN = {'in_flight', 'version_conflict', 'busy', 'deadline', 'cancelled'}  # Codes beside 503 to try again after.
 # Refusals that a crash may cause: unacknowledged samples, which are not flushed, and turns that were made unanswered.
 MAY_BE = {'sample', 'turn_conflict'}
@@ -85,7 +87,7 @@ class Replica:
   config: pathlib.Path
   environment: Mapping[str, str]
   log: pathlib.Path
-  port: int = dataclasses.field(default_factory=local_server.free_port)
+  port: int = 0  # Chosen at the first start.
   well: bool = False  # Whether it is neither killed nor paused, and ready.
   process: subprocess.Popen | None = None
 
@@ -96,6 +98,7 @@ class Replica:
   def start(self) -> None:
     """Start it, again if it ends since the database is down, and wait until it is ready."""
     until = time.monotonic() + START_S
+    self.port = self.port or local_server.free_port()
     self._run()
     while True:
       with contextlib.suppress(httpx2.HTTPError):
@@ -385,7 +388,7 @@ class Tormentor:
       held = self.held(victim)
       self._draw.shuffle(held)
       at = time.monotonic()
-      victim.hit(signal.SIGKILL if what == 'kill' else signal.SIGSTOP)
+      victim.hit(SIGNALS[what])
       others = [each for each in self._replicas if each.well]
       probes = [threading.Thread(target=self._probe, args=(id, others, at, what)) for id in held[:PROBES]]
       for probe in probes:
@@ -396,7 +399,7 @@ class Tormentor:
         victim.well = True
       for probe in probes:
         probe.join()
-      if what == 'kill':
+      if what != 'pause':
         victim.process.wait()
         restart = self._starting.submit(victim.start)
         self._restarts.append(restart)
@@ -420,8 +423,8 @@ class Tormentor:
 
   def drawn(self) -> str:
     """Draw what comes next; at least one replica stays well."""
-    kinds = ['database', *['kill', 'pause'] * (2 * (sum(each.well for each in self._replicas) > 1))]
-    return self._draw.choice(kinds)
+    others = ['kill', 'pause', 'kill', 'pause', 'drain'] if sum(each.well for each in self._replicas) > 1 else []
+    return self._draw.choice(['database', *others])
 
   def end(self) -> None:
     """Wait until all replicas are well.
@@ -534,11 +537,22 @@ class Audit:
   def _keys(self, adapter: str, stored: Mapping[int, Any]) -> None:
     """Look for two versions of one idempotency key."""
     folder = versions.adapter_folder(LOCAL_OWNER, adapter)
-    manifests = [versions.read_manifest(self._blobs, folder, number, said['digest']) for number, said in stored.items()]
+    manifests = [self._manifest(folder, number, said['digest']) for number, said in stored.items()]
     counts = collections.Counter(each.request.key for each in manifests if each.request is not None)
     for key, count in counts.items():
       if count > 1:
         self.note('doubled', f'{adapter}: {count} versions of {key}', count - 1)
+
+  def _manifest(self, folder: str, number: int, digest: str) -> versions.VersionManifest:
+    until = time.monotonic() + LONGEST_S
+    while True:
+      try:
+        return versions.read_manifest(self._blobs, folder, number, digest)
+      except StorageFailed as error:
+        if time.monotonic() > until:
+          raise
+        print(f'again: {error}', file=sys.stderr, flush=True)
+      time.sleep(0.5)
 
 
 def _agrees(change: Change, stored: Mapping[str, Any]) -> bool:
@@ -558,7 +572,7 @@ def main() -> int:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--bucket', choices=('own', 'moto'), default='own')
   parser.add_argument('--logs', type=pathlib.Path, help='folder for the output of the replicas')
-  parser.add_argument('--torments', help='kill, pause or database, comma-separated, in place of --minutes')
+  parser.add_argument('--torments', help='kill, drain, pause or database, comma-separated, in place of --minutes')
   args = parser.parse_args()
   with contextlib.ExitStack() as stack:
     folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='replicas')))

@@ -87,7 +87,7 @@ def test_a_sample_of_the_campaign(postgres):  # noqa: F811 (Skipped without Post
     [*command, '--seed=474'],
     capture_output=True,
     text=True,
-    timeout=600,
+    timeout=1200,
     cwd=tiny.REPOSITORY,
     env=tiny.environment(quick=True),
   )

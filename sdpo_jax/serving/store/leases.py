@@ -167,11 +167,16 @@ class Leases:
     with self._database.writing() as rows:
       rows.execute("UPDATE leases SET replica = '' WHERE adapter = ? AND replica = ?", (key, self.replica))
 
+  def lost(self, key: str) -> NotHolder:
+    """Forget a lease that another replica has taken over; return the error that says so."""
+    self._held.pop(key, None)
+    return NotHolder('')
+
   def check(self, rows: Rows, key: str) -> None:
     """Raise NotHolder if another replica has taken a lease over; until the transaction ends, none can."""
     query = 'SELECT 1 FROM leases WHERE adapter = ? AND replica = ? FOR SHARE'
     if not rows.execute(query, (key, self.replica)).fetchall():
-      raise NotHolder('')
+      raise self.lost(key)
 
   def lives(self, replica: str) -> bool:
     """Return whether the replica of an id has renewed its leases."""

@@ -123,6 +123,7 @@ class Store(contextlib.AbstractContextManager):
     self._look_again = 0.0  # When `unwritable` may try to write again.
     self._undropped: list[IdempotentRequest] = []  # Requests that have ended, and whose rows could not be dropped.
     self._doubtful: dict[str, str] = {}  # Folders, by id, of adapters whose database entry may differ from the root.
+    self._given_up: set[str] = set()  # Adapters of which a put of HEAD has failed, which may still arrive in a bucket.
     # The adapters that were compared with the root since a start after a crash; None: there is no need to.
     self._compared: set[str] | None = None
     self._lost: dict[str, tuple[str, str]] = {}  # (Folder, message), by id, of damaged adapters that only the root has.
@@ -546,18 +547,23 @@ class Store(contextlib.AbstractContextManager):
         del self._states[id]
 
   def settle_doubtful(self) -> None:
-    """Write what the database has missed while it failed, since other replicas read only that."""
+    """Write what the database has missed while it failed, or a replica has died; all replicas read only that."""
     for request in list(self._undropped):
       self._drop(request, ended=True)
       self._undropped.remove(request)
     self._each(list(self._doubtful), self._settle)
+    if self.leases is not None:
+      self._adopt()
 
   def _settle(self, id: str) -> None:
     """Re-read an adapter from the root if it is in doubt."""
     try:
       with self._alone(id):
         if (folder := self._doubtful.get(id)) is not None:  # Nobody has settled it meanwhile.
-          self._re_read(id, folder)
+          if id in self._given_up:
+            self._fence_off(id, self._epoch(id), again=True)
+          else:
+            self._re_read(id, folder)
     except NotHolder:  # But a replica that has settled it.
       with self._lock:
         self._doubtful.pop(id, None)
@@ -608,7 +614,6 @@ class Store(contextlib.AbstractContextManager):
     if self._compared is not None:
       self._compare_all()
     if self.leases is not None:
-      self._adopt()
       self.leases.forget_dead()
     for id in list(self._states):
       self._writer.submit(self._write_state, id)
@@ -733,6 +738,8 @@ class Store(contextlib.AbstractContextManager):
         raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
     except BaseException as error:
       self._doubt(adapter.id, folder)
+      if not is_local(self.blobs.name):
+        self._given_up.add(adapter.id)
       if not (isinstance(error, StorageFailed) and self._has_moved(adapter, content)):
         raise
     try:
@@ -772,7 +779,7 @@ class Store(contextlib.AbstractContextManager):
     if not found and self.leases is not None and head.epoch > self._epoch(head.adapter.id):
       if manifest is not None:
         self._discard(head.adapter.id, folder, manifest)
-      raise NotHolder('')
+      raise self.leases.lost(head.adapter.id)
     return found
 
   def _has_moved(self, adapter: AdapterRecord, content: bytes) -> bool:
@@ -807,7 +814,7 @@ class Store(contextlib.AbstractContextManager):
         raise store_recovery.no_head(self.blobs, folder)
     head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
     if self.leases is not None and head.epoch > self._epoch(id):
-      raise NotHolder('')
+      raise self.leases.lost(id)
     if head.deleted:
       raise NotFound(f'There is no adapter {id}.')
     if head.adapter.head != expected:
@@ -947,8 +954,11 @@ class Store(contextlib.AbstractContextManager):
 
     self._each(self.leases.unfinished(owner), visit)
 
-  def _fence_off(self, id: str, epoch: int) -> None:
-    """Write a new epoch into HEAD, so that a former holder cannot move it any more, and settle what that has left."""
+  def _fence_off(self, id: str, epoch: int, *, again: bool = False) -> None:
+    """Write a new epoch into HEAD, so that a former holder cannot move it any more, and settle what that has left.
+
+    `again`: write it even if HEAD has it, so that a put which was given up, and may still arrive, cannot move it.
+    """
     known, intent = self.database.known(id), self.database.intents().get(id)
     if known is None and intent is None:
       return
@@ -958,10 +968,10 @@ class Store(contextlib.AbstractContextManager):
       with contextlib.suppress(LostSwapError):  # A slow holder has just moved it.
         try:
           head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
-          if head.epoch > epoch:
-            raise NotHolder('')
-          if head.epoch < epoch:
-            self.blobs.swap(key, versions.write_head(dataclasses.replace(head, epoch=epoch)), tagged)
+          if self.leases is not None and head.epoch > epoch:
+            raise self.leases.lost(id)
+          if head.epoch < epoch or again:
+            self.blobs.swap(key, versions.write_head(dataclasses.replace(head, epoch=max(head.epoch, epoch))), tagged)
         except Damaged:  # Nobody can move it.
           pass
         break
@@ -976,6 +986,7 @@ class Store(contextlib.AbstractContextManager):
     store_recovery.settle(self.blobs, self.database, folder, id, self.clock(), check, lambda: id in self._states)
     with self._lock:
       self._doubtful.pop(id, None)
+      self._given_up.discard(id)
 
   def _epoch(self, id: str) -> int:
     return 0 if self.leases is None else self.leases.epoch(id) or 0

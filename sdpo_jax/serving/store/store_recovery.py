@@ -249,6 +249,8 @@ def _put_right(
   if stale:
     with database.writing(full=True) as rows:
       for id in stale:
+        if check is not None:
+          check(rows, id)
         database.drop_intent(rows, id, intents[id][1])
   return lost
 

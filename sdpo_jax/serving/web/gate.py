@@ -240,7 +240,7 @@ class Gate:
     key = presented(request.headers)
     sender = _LOCAL if self._keys is None else key and self._keys.find(key)
     if sender is None:
-      raise Unauthorized('An API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
+      raise Unauthorized('A valid API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     owner, request.key = sender.owner, sender.id
     if route is None:
       raise self._no_route(scope)

@@ -20,7 +20,7 @@ from sdpo_jax.serving.capacity import Turns
 from sdpo_jax.serving.errors import Busy, InFlight, InvalidRequest, NameTaken, NotFound, NotHolder, StorageFailed
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.store import leases, migrations, optimizer_states, versions
-from sdpo_jax.serving.store.blobs import RemoteBlobs
+from sdpo_jax.serving.store.blobs import LostSwapError, RemoteBlobs
 from sdpo_jax.serving.store.database import connect
 from sdpo_jax.serving.store.store import Retention, Store, StoredResponse
 from tests.serving.served_process import until
@@ -226,6 +226,48 @@ def test_a_version_whose_answer_was_lost_stays_if_others_went_on_from_it(replica
   assert step(slow, adapter, 0, request=request).number == 1
   for number in (1, 2):
     assert_same(new.arrays(new.version('ada', adapter.id, number)), arrays(number))
+
+
+@pytest.mark.parametrize('shared', [True, False])
+def test_a_put_of_head_that_was_given_up_moves_nothing_when_it_arrives(replicas, monkeypatch, tmp_path, shared):
+  sqlite = functools.partial(Store.open, replicas.root, str(tmp_path / 'db'), base=store_cases.tiny_base())
+  real, late = RemoteBlobs.swap, []
+
+  def given_up(*given):
+    monkeypatch.undo()
+    late.append(given)
+    raise StorageFailed('The bucket is away.')
+
+  with contextlib.nullcontext(replicas.start('one')) if shared else contextlib.closing(sqlite()) as store:
+    adapter, _ = store.create('ada', 'mine', {}, arrays(0))
+    for what in (lambda: step(store, adapter, 0), lambda: store.create('ada', 'new', {}, arrays(0))):
+      monkeypatch.setattr(RemoteBlobs, 'swap', given_up)
+      with pytest.raises(StorageFailed):
+        what()
+    with pytest.raises(LostSwapError):
+      real(*late[0])
+    real(*late[1])
+    assert step(store, adapter, 0).number == 1
+    assert_same(store.arrays(store.version('ada', adapter.id, 1)), arrays(1))
+  if not shared:
+    (tmp_path / 'db').unlink()
+    with contextlib.closing(sqlite()) as store:
+      assert [each.id for each in store.adapters('ada')] == [adapter.id]
+
+
+def test_a_lease_that_was_taken_over_unnoticed_is_forgotten(replicas):
+  """As of a holder whose renewal is written after the end of its leases, and was begun before."""
+  one, other = replicas.start('one'), replicas.start('other')
+  adapter, _ = one.create('ada', 'mine', {}, arrays(0))
+  with one.database.writing(full=True) as rows:
+    rows.execute("UPDATE leases SET replica = ''")
+  step(other, adapter, 0)
+  other.hold_owner('ada')
+  for ask in (lambda: step(one, adapter, 1), lambda: one.create('ada', 'new', {}, arrays(0))):
+    for url in ('', 'http://other'):  # Then it asks who has the lease, so that requests are forwarded.
+      with pytest.raises(NotHolder) as caught:
+        ask()
+      assert caught.value.url == url
 
 
 def test_a_commit_that_nobody_knew_of_is_the_answer_of_its_request(replicas, monkeypatch):
@@ -551,7 +593,8 @@ def test_a_replica_whose_clock_is_wrong_removes_nothing_too_early(replicas, monk
   assert one.begin('ada', 'key', 'body') == StoredResponse(200, b'{}', None, None)
 
 
-def test_what_the_database_has_missed_follows_without_a_request(replicas, monkeypatch):
+@pytest.mark.parametrize('dies', [False, True])
+def test_what_the_database_has_missed_follows_without_a_request(replicas, monkeypatch, dies):
   one, other = replicas.start('one'), replicas.start('other')
   adapter, _ = one.create('ada', 'mine', {}, arrays(0))
   with monkeypatch.context() as patched:
@@ -562,9 +605,12 @@ def test_what_the_database_has_missed_follows_without_a_request(replicas, monkey
     patched.setattr(one.database, 'put_head', fail)
     step(one, adapter, 0)  # HEAD has moved.
   assert other.adapter('ada', adapter.id).head == 0
+  if dies:
+    replicas.lose(one)
   stopped = threading.Event()
   stopped.set()
-  service = types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=one, turns=Turns())
+  tending = other if dies else one
+  service = types.SimpleNamespace(allowances=Allowances(LimitsConfig()), store=tending, turns=Turns())
   Service.tend(service, stopped)
   assert other.adapter('ada', adapter.id).head == 1
 
