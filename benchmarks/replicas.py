@@ -7,8 +7,8 @@ Starts a PostgreSQL, a server that speaks S3, and replicas as users start them, 
 create adapters, give feedback, undo, change settings, sample and hold sessions, each request at a random replica, on
 adapters of their own and on shared ones; what fails with 503, or is not answered, is sent again with its
 Idempotency-Key. All the while, a random replica gets SIGKILL or drains after SIGTERM and is started again, or gets
-SIGSTOP and 2 to 20 s later SIGCONT, or PostgreSQL crashes for a few seconds. Once a replica is hit, adapters that it held are undone elsewhere:
-`takeover_s` is the time until that is acknowledged.
+SIGSTOP and 2 to 20 s later SIGCONT, or PostgreSQL crashes for a few seconds. Once a replica is hit, adapters that it
+held are undone elsewhere: `takeover_s` is the time until that is acknowledged.
 
 One JSON line each: `torments`, and the machine's load; `asked`, answers by kind of request, and by code those that were
 sent again; `takeover_s`; and `found`, at the end:

@@ -83,8 +83,7 @@ class StoreConfig:
   )
   idle_s: float = setting(
     14 * 86400.0,
-    'Time without a new version after which an adapter keeps only its first, newest and pinned ones, and the newest '
-    'loses its moments.',
+    'Time without a new version after which only the first, newest and pinned ones stay; the newest loses its moments.',
     SECONDS,
   )
   moments: Literal['float32', 'bfloat16', 'none'] = setting(
