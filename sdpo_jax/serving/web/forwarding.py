@@ -130,9 +130,10 @@ class Forwarding:
     """End the patience with a replica once it lives no more."""
     lives = True
     while lives:
-      if replica not in self._looks:
+      # To await one that is done, whose callback waits for its turn, would let nothing else run.
+      if replica not in self._looks or self._looks[replica].done():
         self._looks[replica] = asyncio.create_task(self._look(replica))
-        self._looks[replica].add_done_callback(lambda _: self._looks.pop(replica))
+        self._looks[replica].add_done_callback(lambda _: self._looks.pop(replica, None))
       lives = await asyncio.shield(self._looks[replica])
     patience.reschedule(asyncio.get_running_loop().time())
 

@@ -71,3 +71,28 @@ def test_what_is_posted_beyond_its_places_waits(loop):
 def test_an_answer_that_no_replica_sends_is_none(loop):
   with Server(lambda body: Answer(b'<html>')) as server, pytest.raises(NotHolder):
     post(loop, Forwarding(lambda replica: True, FairSemaphore(1)), server.url, b'1')
+
+
+class Done(asyncio.Future):
+  """A look that has just ended, whose callbacks have not run yet."""
+
+  def __init__(self):
+    super().__init__()
+    self.set_result(True)
+
+  def __await__(self):
+    raise AssertionError('It returns at once, so the callback that replaces it would never run.')
+
+
+def test_who_asks_in_the_moment_in_which_a_look_ends_looks_anew(monkeypatch):
+  monkeypatch.setattr(forwarding, '_LOOK_S', 0.0)
+
+  async def watched():
+    forward = Forwarding(lambda replica: False, FairSemaphore(1))
+    forward._looks['holder'] = Done()  # noqa: SLF001
+    with pytest.raises(TimeoutError):
+      async with asyncio.timeout(None) as patience:
+        await forward._watch('holder', patience)  # noqa: SLF001
+        await asyncio.sleep(30)
+
+  asyncio.run(watched())
