@@ -595,9 +595,12 @@ def watched(sandbox):
 
   thread = threading.Thread(target=waiting)
   thread.start()
-  while not (running := programs(zygote)):
+  while thread.is_alive():
+    for running in programs(zygote):
+      with contextlib.suppress(ProcessLookupError):  # It began and ended between two looks.
+        return os.pidfd_open(running), thread
     os.sched_yield()
-  return os.pidfd_open(running[0]), thread
+  raise AssertionError('The program has ended before it was found.')
 
 
 def gone(descriptor):
