@@ -8,10 +8,10 @@ import pytest
 from tests import tiny
 from tests.serving.store.postgres import postgres  # noqa: F401 (A fixture.)
 
-FILES = ('web/test_native.py', 'store/test_crash.py', 'sessions/test_crash.py')
+FILES = ('web/test_native.py', 'web/test_openai.py', 'store/test_crash.py', 'sessions/test_crash.py')
 CHOSEN = (
   'feedback_is_sent_again or batch_with_a_key or another_owner_has_is_not_there or words_of_others_name '
-  'or machine_that or full_disk_loses_nothing and send-1 or killed_at_any_write'
+  'or adapters_are_models or machine_that or full_disk_loses_nothing and send-1 or killed_at_any_write'
 )
 
 

@@ -234,7 +234,7 @@ async def read_body(
   parts, size = [], 0
   while True:
     try:
-      async with asyncio.timeout(min(timeout, until - time.monotonic())):  # Not `wait_for`, see `Response`.
+      async with asyncio.timeout(min(timeout, until - time.monotonic())):  # Not `wait_for`, see `GateResponse`.
         message: Message = await receive()
     except TimeoutError:
       if time.monotonic() >= until:
