@@ -142,6 +142,8 @@ class Judge:
 def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none_twice(
   request, two_rounds, scratch, tmp_path, rounds, every
 ):
+  if places.replicated() and rounds > 5:  # Those are looked at write by write.
+    pytest.skip('What is recorded there, all rows after each write, would not fit into memory.')
   judge, disk, promised = Judge(scratch), places.new_disk(), {}
   changes = itertools.count()
   for operation in two_rounds if rounds == 2 else recorded(request, tmp_path, rounds):
