@@ -324,8 +324,7 @@ class Sessions:
     with self._service.turns.of(('session', session), self._account.call):
       found = self.get(adapter, session)  # Makes the store re-read the adapter if that is in doubt.
       session_tables.reconcile(self._database, found)
-      held = self._held(adapter, session)
-      yield held, self._dialogue_of(held.session)
+      yield session_tables.state(self._database, found), self._dialogue_of(found)
 
   def _turn(self, held: SessionState, n: int) -> SessionTurn:
     """Return a turn by its number; raises NotFound if there is none."""

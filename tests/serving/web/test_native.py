@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import pathlib
 import re
 import sqlite3
 import threading
@@ -226,7 +225,7 @@ def test_feedback_makes_the_next_version_and_says_so(world):
   until(lambda: not store.stats['waiting_states'])
   keys = [each.key for each in store.blobs.list('users') if f'{adapter}/versions/' in each.key]
   [moments] = [key for key in keys if key.endswith(MOMENTS)]
-  pathlib.Path(store.blobs.name, moments).write_bytes(b'damaged')
+  store.blobs.swap(moments, b'damaged', store.blobs.tagged(moments))
   world.service.worker.forget(engine_name(adapter, 1))  # It is read again, and its moments are not needed for that.
   assert draw(world.ada, adapter)['version'] == 1
   again = world.ada.post(f'{at}/feedback', json=body | {'mode': 'dry_run'}).json()
