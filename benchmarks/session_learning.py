@@ -3,10 +3,10 @@
     python -m benchmarks.session_learning [--output=docs/sessions] [--seeds=5] [--turns=100] [--only_plot]
 
 In four of five turns the user asks for one of ten kinds of tasks for which they prefer another way than the agent's
-favourite (`tool_tasks.PREFERENCES`), otherwise for one of ten other kinds. Every turn is a new task. A call that does
-the task as the user prefers is approved, and its tool answers; any other is denied with a correction, such as 'use rg
-rather than grep -r', which is learned before the next proposal. That one reads the correction, and is not counted as a
-turn: it is approved if it is what the user prefers, and otherwise the session ends, as it does after two tasks.
+favourite (`PREFERENCES`), otherwise for one of ten other kinds. Every turn is a new task. A call that does the task as
+the user prefers is approved, and its tool answers; any other is denied with a correction, such as 'use rg rather than
+grep -r', which is learned before the next proposal. That one reads the correction, and is not counted as a turn: it is
+approved if it is what the user prefers, and otherwise the session ends, as it does after two tasks.
 
 The configured teacher is compared with the other kinds, and with two controls: the user says the corrections of other
 turns, or denies without a word, which teaches nothing. Before and after, the proposals for held-out tasks without a
@@ -39,6 +39,19 @@ from sdpo_jax import extras
 
 TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configured one first.
 SHUFFLED, SILENT = 'shuffled', 'silent'
+# Kind of task → the way that the user wants; never the favourite.
+PREFERENCES = {
+  'find': 'rg',
+  'drop': 'the edit tool',
+  'list': 'fd',
+  'show': 'the read tool',
+  'tests': 'pytest',
+  'install': 'uv',
+  'run': 'uv',
+  'delete': 'git',
+  'format': 'ruff',
+  'switch': 'git switch',
+}
 # Kinds of tasks without a preference; any way of doing them is right.
 OTHERS = ('mention', 'create', 'locate', 'uninstall', 'move', 'clear', 'lint', 'types', 'changes', 'length')
 PREFERRED = 0.8  # Fraction of the turns about one of the ten preferences.
@@ -232,7 +245,7 @@ def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[An
   from sdpo_jax.quickstart import tool_tasks
 
   rng = random.Random(seed)
-  kinds = [rng.choice(list(tool_tasks.PREFERENCES) if rng.random() < PREFERRED else OTHERS) for _ in range(turns)]
+  kinds = [rng.choice(list(PREFERENCES) if rng.random() < PREFERRED else OTHERS) for _ in range(turns)]
   asked = [tool_tasks.draw(rng, kind) for kind in kinds]
   phrases = [rng.random() for _ in asked]
   about = list(range(turns))
@@ -246,23 +259,19 @@ def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[An
     kind = asked[about[turn]].kind
     favourite = tool_tasks.KINDS[kind].ways[0].label
     tried = favourite if shuffled else way
-    return tool_tasks.correction(random.Random(phrases[turn]), tool_tasks.PREFERENCES.get(kind, favourite), tried)
+    return tool_tasks.correction(random.Random(phrases[turn]), PREFERENCES.get(kind, favourite), tried)
 
   return asked, [lambda way, turn=turn: words(turn, way) for turn in range(turns)]
 
 
 def prefers(task: Any) -> bool:
   """Return whether the user has a preference about a task."""
-  from sdpo_jax.quickstart import tool_tasks
-
-  return task.kind in tool_tasks.PREFERENCES
+  return task.kind in PREFERENCES
 
 
 def wanted(task: Any, way: str | None) -> bool:
   """Return whether the user approves a way of doing a task; None is no way."""
-  from sdpo_jax.quickstart import tool_tasks
-
-  return way is not None and (not prefers(task) or way == tool_tasks.PREFERENCES[task.kind])
+  return way is not None and (not prefers(task) or way == PREFERENCES[task.kind])
 
 
 def held_out(seed: int) -> list[Any]:
@@ -270,7 +279,7 @@ def held_out(seed: int) -> list[Any]:
   from sdpo_jax.quickstart import tool_tasks
 
   rng = random.Random(10_000 + seed)
-  kinds = [kind for kind in tool_tasks.KINDS if kind not in tool_tasks.PREFERENCES]
+  kinds = [kind for kind in tool_tasks.KINDS if kind not in PREFERENCES]
   return [tool_tasks.draw(rng, kind) for kind in kinds for _ in range(HELD_OUT)]
 
 

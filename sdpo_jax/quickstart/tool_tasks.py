@@ -289,20 +289,6 @@ KINDS: dict[str, Kind] = {
   ),
 }
 
-# Kind of task → the way that the scripted user of benchmarks/session_learning.py wants; never the favourite.
-PREFERENCES = {
-  'find': 'rg',
-  'drop': 'the edit tool',
-  'list': 'fd',
-  'show': 'the read tool',
-  'tests': 'pytest',
-  'install': 'uv',
-  'run': 'uv',
-  'delete': 'git',
-  'format': 'ruff',
-  'switch': 'git switch',
-}
-
 INSTEAD = (
   'use {wanted} rather than {tried}',
   'use {wanted} instead of {tried}',

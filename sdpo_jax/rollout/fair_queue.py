@@ -10,13 +10,13 @@ import collections
 from collections.abc import Callable, Hashable, Iterable
 import dataclasses
 import math
+from typing import NamedTuple
 
 from sdpo_jax.rollout.queue import REFILLS, Queue, Samples
 
 
-@dataclasses.dataclass(frozen=True)
-class Payer:
-  """On whose account work is done."""
+class Payer(NamedTuple):
+  """On whose account work is done; a tuple, since the engine looks payers up for every request in every turn."""
 
   id: str = ''  # Of an API key; empty: the service itself.
   weight: float = 1.0  # Share of the work relative to that of other payers.
@@ -109,9 +109,8 @@ class FairQueue:
     While several payers have slots, fewer interruptions let all of them go on; one that has none gets the next slot.
     """
     served = {request.payer for request in self._requests.values() if request.reserved}
-    if len(served) < 2 or self._queues.keys() - served:
-      return math.ceil(rows / REFILLS)
-    return math.ceil(rows / 2)
+    at_once = len(served) < 2 or self._queues.keys() - served
+    return math.ceil(rows / (REFILLS if at_once else 2))
 
   def take(self, shard: int) -> tuple[Samples, int] | None:
     """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""

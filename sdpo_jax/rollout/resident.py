@@ -57,9 +57,8 @@ class Handle:
   `Draft` after every turn.
   """
 
-  def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool, payer: Payer):
-    self.weights, self.payer = weights, payer
-    self.samples, self.stops, self.wants_drafts = samples, stops, drafts
+  def __init__(self, samples: Samples, stops: StopStrings, drafts: bool, payer: Payer):
+    self.samples, self.stops, self.wants_drafts, self.payer = samples, stops, drafts, payer
     self.left = len(samples)  # Samples that are not done.
     self.drawn = 0  # Tokens of all samples so far.
     self.done = False  # Whether all samples are done, the request was cancelled, or the sampler has ended.
@@ -133,7 +132,6 @@ class Resident:
     self.shares = self._queue.shares  # What was done for payers; the one who has had least gets the next slots.
     self.stats = self._slots.stats  # Counts over all requests.
     self._lock = threading.Lock()
-    self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
     self._new: collections.deque[Handle] = collections.deque()
     self._cancelled: list[Handle] = []
     self._handles: dict[Samples, Handle] = {}  # Requests under way, including new ones.
@@ -188,20 +186,18 @@ class Resident:
       member=weights.member,
       weights=None if owner is None else whose,
     )
-    handle = Handle(samples, weights, StopStrings(self._sampler.tokenizer, stop), drafts, payer)
+    handle = Handle(samples, StopStrings(self._sampler.tokenizer, stop), drafts, payer)
     with self._lock:
       if self._failure is not None:
         raise self._failure
       self._new.append(handle)
       self._handles[samples] = handle
-    self._work.set()
     return handle
 
   def cancel(self, handle: Handle) -> None:
     """Cancel a request, from any thread; its handle then raises CancelledError, unless the request is done."""
     with self._lock:
       self._cancelled.append(handle)
-    self._work.set()
 
   def release(self, gone: Callable[[Weights], bool]) -> None:
     """Drop the kept keys and values of weights for which `gone` returns True; call it between two turns.
@@ -218,10 +214,6 @@ class Resident:
   def use(self, trainable: Tree) -> None:
     """Use another trainable tree from the next turn on; it must hold the same weights for requests under way."""
     self._slots.parameters = self._sampler.prepare(self._base, trainable)
-
-  def wait(self, timeout: float | None = None) -> bool:
-    """Wait at most `timeout` seconds for something to do; return whether there is."""
-    return self._work.wait(timeout)
 
   def turn(self) -> bool:
     """Admit waiting samples, draw some tokens in every slot and notify the handles; return whether any slot is live.
@@ -244,7 +236,6 @@ class Resident:
       handle.tell(error)
 
   def _turn(self) -> bool:
-    self._work.clear()
     self._hear()
     if not self._slots.admit():
       self.tell()

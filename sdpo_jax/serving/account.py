@@ -374,9 +374,9 @@ class Account:
     self.call.closing.callback(lambda: self.call.spend('sampled', job.drawn - n * options.max_tokens))
     conversation = [dict(message) for message in messages] if messages is not None else None
 
-    def keep(done: Completion) -> SampleRecord:
+    def kept(done: Completion) -> SampleRecord:
       now, tokens = service.clock(), done.tokens.tolist()
-      sample = SampleRecord(
+      return SampleRecord(
         id=f'smp-{secrets.token_hex(12)}' if store else '',
         owner=self.owner,
         adapter=None if target.adapter is None else target.adapter.id,
@@ -391,9 +391,12 @@ class Account:
         created=now,
         expires=now + service.settings.store.sample_ttl_s,
       )
+
+    def keep(done: Sequence[Completion]) -> list[SampleRecord]:
+      samples = list(map(kept, done))
       if store:
-        service.store.keep_sample(sample)
-      return sample
+        service.store.keep_samples(samples)
+      return samples
 
     return Sampling(
       job,

@@ -60,7 +60,8 @@ class SampleJob(Job):
 
   @property
   def work(self) -> int:
-    return len(self.prompt) + self.options.get('n', 1) * self.options.get('max_tokens', 1)
+    left = self.options.get('n', 1) if self.drawing is None else self.drawing.left  # Samples.
+    return len(self.prompt) + left * self.options.get('max_tokens', 1)
 
   @property
   def drawn(self) -> int:
@@ -190,12 +191,17 @@ def tokens_learned(lessons: Sequence[Lesson], steps: int) -> int:
   )
 
 
-def fair_order(jobs: Sequence[Job], shares: Shares) -> list[Job]:
-  """Return jobs in the order in which their payers take turns; those of one payer stay in order."""
+def fair_order(jobs: Sequence[Job], shares: Shares, begun: Sequence[Job] = ()) -> list[Job]:
+  """Return jobs in the order in which their payers take turns; those of one payer stay in order.
+
+  What `begun` jobs have left to do counts as done, since a payer who has just come would be no further than others.
+  """
   numbers = {payer: number for number, payer in enumerate(dict.fromkeys(job.payer for job in jobs))}
   if len(numbers) < 2:
     return list(jobs)
-  done = {payer: shares.of(payer) for payer in numbers}
+  done = {
+    payer: shares.of(payer) + sum(job.work for job in begun if job.payer == payer) / payer.weight for payer in numbers
+  }
   turns = []
   for index, job in enumerate(jobs):
     turns.append((done[job.payer], numbers[job.payer], index))

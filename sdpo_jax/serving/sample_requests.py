@@ -5,7 +5,7 @@ Streamed text is never taken back, and stop strings never appear in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import math
@@ -14,10 +14,11 @@ from typing import Any
 
 from sdpo_jax.config.fields import is_number
 from sdpo_jax.errors import short_repr
-from sdpo_jax.rollout.results import Completion, Draft
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Cancelled, InvalidRequest
+from sdpo_jax.serving.jobs import SampleJob
 from sdpo_jax.serving.records import SampleRecord
 
 MOST_STOPS, LONGEST_STOP = 16, 256  # The most stop strings of a request, and the most characters of one.
@@ -106,23 +107,27 @@ class Sampling:
 
   def __init__(
     self,
-    drawn: Iterable[Draft | Completion],
+    drawn: SampleJob,
     cancel: Callable[[], None],
-    keep: Callable[[Completion], SampleRecord],
+    keep: Callable[[Sequence[Completion]], list[SampleRecord]],
     make_text: Callable[[], DraftText],
     call: Call,
   ):
     """Wrap a sampling job of the worker.
 
     Args:
-      drawn: the job, which yields drafts and completions.
+      drawn: the job.
       cancel: cancels the job.
-      keep: stores a completion, and returns the sample.
+      keep: stores completions, and returns the samples.
       make_text: makes a `DraftText` for a new completion.
       call: the request; if it ends, the job is cancelled.
     """
     self._drawn, self.cancel, self._keep, self._make_text, self._call = drawn, cancel, keep, make_text, call
-    self.reused = 0  # Prompt tokens from a cached prefix, the most of any finished completion.
+
+  @property
+  def reused(self) -> int:
+    """Prompt tokens from a cached prefix, the most of any finished completion."""
+    return self._drawn.drawing.reused
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
     """Yield drafts, if requested, and each completion when it is finished; closing the iterator cancels the rest.
@@ -133,26 +138,30 @@ class Sampling:
       ServiceError: an error of the worker.
     """
     texts: dict[int, DraftText] = {}
+    with self._ending():
+      for event in self._drawn:
+        text = texts.setdefault(event.sample, self._make_text())
+        if isinstance(event, Completion):
+          [sample] = self._keep([event])
+          yield SampleDone(event.sample, text.finish(sample.text), sample)
+        elif delta := text.draft(event.tokens.tolist()):
+          yield SampleDraft(event.sample, delta, event.tokens.tolist())
+
+  def result(self) -> list[SampleRecord]:
+    """Wait for all completions, and return them in order; raises as `__iter__`."""
+    with self._ending():
+      return self._keep(self._drawn.result())
+
+  @contextlib.contextmanager
+  def _ending(self) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
       stack.callback(self.cancel)
       stack.enter_context(self._call.on_end(self.cancel))
       try:
-        for event in self._drawn:
-          text = texts.setdefault(event.sample, self._make_text())
-          if isinstance(event, Completion):
-            self.reused = max(self.reused, event.reused)
-            sample = self._keep(event)
-            yield SampleDone(event.sample, text.finish(sample.text), sample)
-          elif delta := text.draft(event.tokens.tolist()):
-            yield SampleDraft(event.sample, delta, event.tokens.tolist())
+        yield
       except Cancelled:
         self._call.check()  # Raises the error that ended the request.
         raise
-
-  def result(self) -> list[SampleRecord]:
-    """Wait for all completions, and return them in order; raises as `__iter__`."""
-    found = [event for event in self if isinstance(event, SampleDone)]
-    return [done.sample for done in sorted(found, key=lambda done: done.index)]
 
 
 # Texts.

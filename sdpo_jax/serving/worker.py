@@ -425,11 +425,12 @@ class Worker:
   def _fetch(self, engine: Engine) -> None:
     """Start loading the versions that waiting requests need, in turns, but no more than memory has room for."""
     pinned = {version for job in self._learners for version in job.needs}
-    for job in fair_order(self._waiting, self._shares):
-      if not job.needs or (pinned and sum(map(engine.bytes_of, pinned | job.needs)) > self._room):
+    for job in fair_order(self._waiting, self._shares, self._drawing):
+      new = job.needs - pinned  # Many jobs need the same versions.
+      if not new or (pinned and sum(map(engine.bytes_of, pinned | new)) > self._room):
         continue
-      pinned |= job.needs
-      for version in job.needs:
+      pinned |= new
+      for version in new:
         if version not in engine and version not in self._loading:
           self._counts['loads'] += 1
           self._loading[version] = future = self._readers.submit(self._load, version)
@@ -445,7 +446,7 @@ class Worker:
     moved, waits, ahead = False, False, collections.Counter()
     for job in self._drawing:
       ahead[job.payer] += job.drawing.left
-    for job in fair_order(runnable(self._waiting, engine), self._shares):
+    for job in fair_order(runnable(self._waiting, engine), self._shares, self._drawing):
       # Samples that would wait long for rows must not hold places for versions meanwhile, which others may need.
       if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * rows:
         continue
@@ -470,7 +471,7 @@ class Worker:
 
   def _work(self, engine: Engine) -> bool:
     """Erase versions, then run one batch of learning or scoring; return whether anything was done."""
-    jobs = fair_order(runnable(self._waiting, engine), self._shares)
+    jobs = fair_order(runnable(self._waiting, engine), self._shares, self._drawing)
     moved = any([self._forget(engine, job) for job in jobs if isinstance(job, ForgetJob)])
     if all(job.ended for job in self._learners):
       self._learners, self._pieces = [], None

@@ -13,7 +13,7 @@ SIZE = tool_tasks.ToolTask('size', 'how large is src?', {'folder': 'src'})
 def test_the_user_wants_one_way_of_ten_kinds_and_any_way_of_others():
   assert study.wanted(FIND, 'rg') and not study.wanted(FIND, 'grep -r') and not study.wanted(FIND, None)
   assert study.wanted(SIZE, 'du') and study.wanted(SIZE, 'dust') and not study.wanted(SIZE, None)
-  assert not set(study.OTHERS) & set(tool_tasks.PREFERENCES) and set(study.OTHERS) < set(tool_tasks.KINDS)
+  assert not set(study.OTHERS) & set(study.PREFERENCES) and set(study.OTHERS) < set(tool_tasks.KINDS)
 
 
 def test_the_user_says_what_they_want_and_names_what_was_tried():
@@ -22,7 +22,7 @@ def test_the_user_says_what_they_want_and_names_what_was_tried():
   assert [task.ask for task in asked] == [task.ask for task in again]
   assert 30 <= sum(map(study.prefers, asked)) < 50
   for task, words in zip(asked, said, strict=True):
-    label = tool_tasks.PREFERENCES.get(task.kind, tool_tasks.KINDS[task.kind].ways[0].label)
+    label = study.PREFERENCES.get(task.kind, tool_tasks.KINDS[task.kind].ways[0].label)
     assert label in words('perl') and words('perl') == words('perl')
 
 
@@ -32,8 +32,8 @@ def test_shuffled_corrections_are_those_of_other_turns():
   for task, words in zip(asked, said, strict=True):
     if study.prefers(task):
       text = words(None)
-      assert any(label in text for label in tool_tasks.PREFERENCES.values())
-      elsewhere += tool_tasks.PREFERENCES[task.kind] not in text
+      assert any(label in text for label in study.PREFERENCES.values())
+      elsewhere += study.PREFERENCES[task.kind] not in text
   assert elsewhere > 0.7 * sum(map(study.prefers, asked))
 
 
@@ -42,7 +42,7 @@ def test_held_out_tasks_are_about_no_preference_and_the_same_every_time():
   assert [task.ask for task in tests] == [task.ask for task in study.held_out(5)]
   kinds = [task.kind for task in tests]
   assert {kinds.count(kind) for kind in kinds} == {study.HELD_OUT}
-  assert set(kinds) == set(tool_tasks.KINDS) - set(tool_tasks.PREFERENCES)
+  assert set(kinds) == set(tool_tasks.KINDS) - set(study.PREFERENCES)
 
 
 def test_single_lessons_are_the_same_every_time_and_can_be_edits():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import session_learning
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.environments.workspace import tools as workspace
 from sdpo_jax.errors import UserError
@@ -82,8 +83,8 @@ def test_every_way_is_a_call_that_the_workspace_takes():
 
 
 def test_favourites_are_not_what_the_user_of_the_study_wants():
-  assert len(tool_tasks.PREFERENCES) == 10
-  for kind, label in tool_tasks.PREFERENCES.items():
+  assert len(session_learning.PREFERENCES) == 10
+  for kind, label in session_learning.PREFERENCES.items():
     assert tool_tasks.KINDS[kind].way(label) in tool_tasks.KINDS[kind].ways[1:]
 
 
@@ -217,8 +218,8 @@ def test_the_committed_model_has_favourites_and_understands_corrections_of_them(
   assert sum(path.stat().st_size for path in COMMITTED.iterdir()) <= 3 * 2**20
   policy, params = huggingface.load(COMMITTED, ModelConfig(dtype='float32', remat='none'))
   rng = random.Random(123)
-  tasks = [tool_tasks.draw(rng, kind) for kind in tool_tasks.PREFERENCES for _ in range(6)]
-  wanted = [tool_tasks.PREFERENCES[task.kind] for task in tasks]
+  tasks = [tool_tasks.draw(rng, kind) for kind in session_learning.PREFERENCES for _ in range(6)]
+  wanted = [session_learning.PREFERENCES[task.kind] for task in tasks]
   favourites = [tool_tasks.KINDS[task.kind].ways[0].label for task in tasks]
   pairs = list(zip(tasks, wanted, favourites, strict=True))
   plain = chances(policy, params, tokenizer, [conversation(task, label) for task, label, _ in pairs])

@@ -505,6 +505,24 @@ def test_samples_far_ahead_hold_no_places_for_versions(made):
   assert len(order) == 8 and order.index('3@0') < 7
 
 
+def test_who_has_just_come_is_before_who_has_requests_under_way(made):
+  """Ada's third version waits for a place; Bob's request need not, though his version has begun its share of samples.
+
+  Both have had as much done for them, but Ada's two requests are under way.
+  """
+  for version in '123':
+    made.worker.score(f'{version}@0', [([1], [2])]).result(LONG)
+  gates = held(made, 'turn')
+  ada = [made.worker.sample(version, [1], n=8, max_tokens=6, payer=ADA) for version in ('1@0', '2@0')]
+  until(lambda: made.log[-1] == ('turn',))
+  ada.append(made.worker.sample('3@0', [1], max_tokens=1, payer=ADA))
+  bob = made.worker.sample('1@0', [1], max_tokens=1, payer=BOB)
+  gates['turn'].set()
+  for handle in (*ada, bob):
+    handle.result()
+  assert [each[1] for each in made.log if each[0] == 'submit'] == ['1@0', '2@0', '1@0', '3@0']
+
+
 def test_a_queue_that_is_shared_has_room_for_whoever_has_none_in_it():
   worker = Worker(lambda: Stand([]), lambda version: {}, max_waiting=8, shared=True, announce=lambda line: None)
   worker.start()

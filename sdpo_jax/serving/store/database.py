@@ -33,6 +33,7 @@ ALL = 2**62  # More than there are rows.
 SCHEMA, _FIRST_SCHEMA = 3, 2
 SESSION_TABLES = frozenset({'sessions', 'session_turns', 'session_examples'})  # `session_tables` has their rows.
 _USAGE_DAYS = 31  # Days for which the use of keys is kept.
+_ROWS = 64  # The most rows that one statement inserts: databases limit the number of values.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,16 +258,21 @@ class Database:
 
   # Samples.
 
-  def put_sample(self, rows: Rows, sample: SampleRecord) -> None:
-    """Insert a sample."""
-    values = {
-      'prompt_tokens': np.asarray(sample.prompt_tokens, '<i4').tobytes(),
-      'tokens': np.asarray(sample.tokens, '<i4').tobytes(),
-      'log_probs': np.asarray(sample.log_probs, '<f4').tobytes(),
-      'messages': None if sample.messages is None else json.dumps(list(sample.messages)),
-      'text': json.dumps(sample.text),
-    }
-    put(rows, 'samples', vars(sample) | values)
+  def put_samples(self, rows: Rows, samples: Sequence[SampleRecord]) -> None:
+    """Insert samples."""
+    values = [
+      vars(sample)
+      | {
+        'prompt_tokens': np.asarray(sample.prompt_tokens, '<i4').tobytes(),
+        'tokens': np.asarray(sample.tokens, '<i4').tobytes(),
+        'log_probs': np.asarray(sample.log_probs, '<f4').tobytes(),
+        'messages': None if sample.messages is None else json.dumps(list(sample.messages)),
+        'text': json.dumps(sample.text),
+      }
+      for sample in samples
+    ]
+    for first in range(0, len(values), _ROWS):
+      put(rows, 'samples', *values[first : first + _ROWS])
 
   def sample(self, owner: str, sample: str) -> tuple[float, SampleRecord | None] | None:
     """Return the expiry of a sample, and the sample unless it was erased; None: the owner has no such sample."""
@@ -364,20 +370,21 @@ _REQUEST = [field.name for field in dataclasses.fields(RequestRow)]
 _SAMPLE = [field.name for field in dataclasses.fields(SampleRecord)]
 
 
-def put(rows: Rows, table: str, values: Mapping[str, Any], *, key: str | None = None, replace: bool = True) -> None:
-  """Insert a row, given as values by column.
+def put(rows: Rows, table: str, *values: Mapping[str, Any], key: str | None = None, replace: bool = True) -> None:
+  """Insert rows, given as values by column.
 
   Args:
     rows: the connection within a transaction.
     table: the name of the table.
-    values: the values by column.
+    *values: the values by column, of the same columns for each row.
     key: the columns of a primary key or unique constraint, of which there may be a row already; None: there is none.
     replace: whether such a row gets these values; otherwise it stays as it is.
   """
-  columns, places = ', '.join(values), ', '.join('?' * len(values))
-  changed = ', '.join(f'{name} = excluded.{name}' for name in values)
+  columns, places = ', '.join(values[0]), ', '.join([f'({", ".join("?" * len(values[0]))})'] * len(values))
+  changed = ', '.join(f'{name} = excluded.{name}' for name in values[0])
   also = '' if key is None else f' ON CONFLICT ({key}) DO ' + (f'UPDATE SET {changed}' if replace else 'NOTHING')
-  rows.execute(f'INSERT INTO {table} ({columns}) VALUES ({places}){also}', tuple(values.values()))
+  items = [item for row in values for item in row.values()]
+  rows.execute(f'INSERT INTO {table} ({columns}) VALUES {places}{also}', items)
 
 
 def _known(row: tuple) -> Known:

@@ -6,7 +6,7 @@ rows of the database. It exists once HEAD has moved; what a process leaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import dataclasses
@@ -1001,12 +1001,13 @@ class Store(contextlib.AbstractContextManager):
 
   # Samples.
 
-  def keep_sample(self, sample: SampleRecord) -> None:
-    """Store a sample until it expires; raises NotFound if its adapter was deleted meanwhile."""
+  def keep_samples(self, samples: Sequence[SampleRecord]) -> None:
+    """Store samples of one request until they expire; raises NotFound if its adapter was deleted meanwhile."""
+    adapter, owner = samples[0].adapter, samples[0].owner
     with self.database.writing() as rows:
-      if sample.adapter is not None and not self.database.is_there(rows, sample.adapter, sample.owner):
-        raise NotFound(f'There is no adapter {short_repr(sample.adapter)}.')
-      self.database.put_sample(rows, sample)
+      if adapter is not None and not self.database.is_there(rows, adapter, owner):
+        raise NotFound(f'There is no adapter {short_repr(adapter)}.')
+      self.database.put_samples(rows, samples)
 
   def sample(self, owner: str, id: str) -> SampleRecord:
     """Return a sample of an owner by its id.

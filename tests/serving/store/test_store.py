@@ -128,7 +128,7 @@ def test_a_version_is_the_folder_of_an_adapter(tmp_path, store):
 
 def test_an_adapter_of_somebody_else_is_as_unknown_as_none(store):
   adapter, version = store.create('ada', 'mine', {}, arrays(0))
-  store.keep_sample(sample(adapter.id))
+  store.keep_samples([sample(adapter.id)])
   for owner, id in (('bob', adapter.id), ('ada', 'ad-none'), ('ada', '../HEAD'), ('ada', '\ud800')):
     for call in (
       lambda o=owner, i=id: store.adapter(o, i),
@@ -359,7 +359,7 @@ def test_a_deleted_adapter_leaves_nothing_but_a_tombstone(tmp_path, store):
   adapter, _ = store.create('ada', 'secret-name', {'canary': 'secret-setting'}, arrays(0))
   other, his = store.create('bob', 'his', {}, arrays(1))
   step(store, adapter, 2, details={'why': 'secret-reason'})
-  store.keep_sample(dataclasses.replace(sample(adapter.id), text='secret-text'))
+  store.keep_samples([dataclasses.replace(sample(adapter.id), text='secret-text')])
   request = store.begin('ada', 'key', 'body')
   store.about(request, adapter.id)
   store.finish(request, 200, b'secret-answer')
@@ -395,7 +395,7 @@ def test_an_answer_goes_with_the_adapter_that_the_request_turned_out_to_be_about
 
 
 def test_what_has_expired_is_in_no_file(tmp_path, store, clock):
-  store.keep_sample(dataclasses.replace(sample(None, 's1'), version=None, text='secret-text'))
+  store.keep_samples([dataclasses.replace(sample(None, 's1'), version=None, text='secret-text')])
   store.finish(store.begin('ada', 'key', 'body'), 200, b'secret-answer')
   files = [path for path in (tmp_path / 'database').iterdir() if path.is_file()]
   assert any(b'secret-text' in path.read_bytes() for path in files)
@@ -425,12 +425,25 @@ def test_retention_keeps_the_newest_the_current_and_the_first_version(tmp_path, 
       store.version('ada', adapter.id, 1)
 
 
+def test_the_samples_of_a_request_are_kept_together_or_not_at_all(store):
+  adapter, _ = store.create('ada', 'mine', {}, arrays(0))
+  many = [dataclasses.replace(sample(adapter.id, f's{index}'), text=f'text {index}') for index in range(150)]
+  store.keep_samples(many)
+  assert [store.sample('ada', each.id).text for each in many] == [each.text for each in many]
+  store.delete('ada', adapter.id)
+  with pytest.raises(NotFound, match='no adapter'):
+    store.keep_samples([dataclasses.replace(each, id=f'{each.id}-again') for each in many])
+  for each in many:
+    with pytest.raises(NotFound):
+      store.sample('ada', f'{each.id}-again')
+
+
 def test_samples_are_kept_until_they_expire(tmp_path, store, clock):
   adapter, _ = store.create('ada', 'mine', {}, arrays(0))
   kept = sample(adapter.id)
   bare = dataclasses.replace(sample(None, 's2'), version=None, messages=None, text='\ud800', tokens=[])
-  store.keep_sample(kept)
-  store.keep_sample(bare)
+  store.keep_samples([kept])
+  store.keep_samples([bare])
   store.close()
   with open_store(tmp_path, clock=clock) as again:
     for expected in (kept, bare):

@@ -449,7 +449,7 @@ def test_what_goes_wrong_in_a_stream_is_told_in_it(client, world, monkeypatch):
   def broken(*arguments):
     raise Deadline('The time of the request was over.')
 
-  monkeypatch.setattr(world.service.store, 'keep_sample', broken)
+  monkeypatch.setattr(world.service.store, 'keep_samples', broken)
   with pytest.raises(openai.APIError, match='time of the request was over'):
     for chunk in complete(client, max_tokens=8, seed=6, stream=True, temperature=0, prompt='Hello '):
       assert chunk.choices[0].finish_reason is None
