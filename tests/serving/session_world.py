@@ -93,13 +93,16 @@ class _Drawn:
   """A handle of a completion that was drawn at once."""
 
   def __init__(self, tokens, log_probs, entropy, drafts, reused):
-    self.cancelled, self._drafts = False, drafts
+    self.cancelled, self._drafts, self.reused, self.drawing = False, drafts, reused, self
     self._done = Completion(0, tokens, log_probs, log_probs, entropy, stopped=True, text='', reused=reused)
 
   def __iter__(self) -> Iterator[Draft | Completion]:
     if self._drafts:
       yield Draft(0, self._done.tokens[:1])
     yield self._done
+
+  def result(self) -> list[Completion]:
+    return [self._done]
 
 
 @contextlib.contextmanager
