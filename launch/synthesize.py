@@ -17,16 +17,23 @@ docs/cartridges.md. The file has rows as runs read them, with the environment `n
 
 The same seed gives the same prompts. An interrupted command continues where it stopped when it is repeated; finished
 prompts are in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below)
-sample together, and process 0 writes.
+sample together, and process 0 writes. With --endpoint_url a model behind an OpenAI-compatible endpoint writes the
+prompts, the same ones for a seed if the server heeds it; of the config's model only the tokenizer is loaded, and no
+accelerator is used.
 """
+
+import contextlib
+import dataclasses
 
 from absl import flags
 import jax
 
 from sdpo_jax import command
+from sdpo_jax.config import Config, FeedbackEndpointConfig
 from sdpo_jax.data import self_study
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import synthesis
+from sdpo_jax.inference.endpoint_writer import EndpointWriter
 
 DEFAULTS = synthesis.SynthesisOptions(count=1)
 OUTPUT = flags.DEFINE_string('output', None, 'File to write, .jsonl or .parquet; local or gs://….', required=True)
@@ -64,6 +71,13 @@ MAX_BATCH_ROWS = flags.DEFINE_integer(
   'run.',
   lower_bound=1,
 )
+_SERVER = FeedbackEndpointConfig()
+ENDPOINT = flags.DEFINE_string('endpoint_url', '', 'Endpoint that writes the prompts, e.g. http://localhost:8000/v1.')
+flags.DEFINE_string('endpoint_model', '', 'Name of the model on that server.')
+flags.DEFINE_string('endpoint_api_key_env', '', 'Environment variable with its bearer token; empty: none is sent.')
+flags.DEFINE_float('endpoint_timeout_s', _SERVER.timeout_s, 'Time limit of an answer in seconds.', lower_bound=0.1)
+flags.DEFINE_integer('endpoint_retries', _SERVER.retries, 'Further attempts after a failure.', lower_bound=0)
+flags.DEFINE_integer('endpoint_concurrency', _SERVER.concurrency, 'Maximum number of concurrent requests.', 1)
 command.define_config()
 command.define_cluster()
 
@@ -72,21 +86,42 @@ def main() -> None:
   """Let the model ask and answer questions on the document, and write the rows to --output."""
   config = command.load_config()
   config.model.path = config.model.path if MODEL.value is None else MODEL.value
-  command.join_cluster()
+  if ENDPOINT.value:
+    jax.config.update('jax_platforms', 'cpu')  # An accelerator may be in use, by the server for instance.
+  else:
+    command.join_cluster()
   document = config.model.cartridge.document if DOCUMENT.value is None else DOCUMENT.value
   if not document:
     raise UserError('--document is not given and model.cartridge.document of the config is empty: name a text file.')
   kinds, weights = tuple(SEED_TYPES.value), tuple(map(weight, SEED_WEIGHTS.value))
   options = command.from_flags(synthesis.SynthesisOptions, seed_types=kinds, seed_weights=weights)
-  synthesis.synthesize(
-    config,
-    options,
-    document=document,
-    output=OUTPUT.value,
-    max_batch_rows=MAX_BATCH_ROWS.value,
-    overwrite=OVERWRITE.value,
-    announce=announce,
-  )
+  writer = endpoint_writer(config, options)
+  with writer or contextlib.nullcontext():
+    synthesis.synthesize(
+      config,
+      options,
+      document=document,
+      output=OUTPUT.value,
+      max_batch_rows=MAX_BATCH_ROWS.value,
+      writer=writer,
+      overwrite=OVERWRITE.value,
+      announce=announce,
+    )
+
+
+def endpoint_writer(config: Config, options: synthesis.SynthesisOptions) -> EndpointWriter | None:
+  """Return the model behind the endpoint of the flags; None if there is none.
+
+  Raises:
+    UserError: flags are given that are not read with, or without, an endpoint, or as in `EndpointWriter`.
+  """
+  names = [f'endpoint_{field.name}' for field in dataclasses.fields(FeedbackEndpointConfig)]
+  other = ('max_batch_rows', 'coordinator_address', 'num_processes', 'process_id') if ENDPOINT.value else names
+  if unread := [name for name in other if flags.FLAGS[name].present]:
+    why = 'With --endpoint_url, which one process asks,' if ENDPOINT.value else 'Without an address in --endpoint_url,'
+    raise UserError(f'{why} --{unread[0]} has no effect: leave it out.')
+  settings = FeedbackEndpointConfig(*(flags.FLAGS[name].value for name in names))
+  return EndpointWriter(settings, options, config.rollout.stop) if ENDPOINT.value else None
 
 
 def weight(text: str) -> float:

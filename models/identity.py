@@ -52,7 +52,7 @@ def of_tokenizer(path: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, str
     Digests named vocabulary; rules (merges, normalisation, splitting); special_tokens, including those that end a
     completion; chat_template; texts (token ids of sample texts).
   """
-  root = resolve(path)
+  root = resolve(path, weights=False)
   ids = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
   return {
     'vocabulary': digest(sorted(tokenizer.get_vocab().items())),

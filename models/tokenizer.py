@@ -37,7 +37,7 @@ def load(
     UserError: the tokenizer is missing or damaged; the chat template is missing, fails on a user message, or does not
       write it; or the model lacks a token id that is needed, such as one that the template writes.
   """
-  root = resolve(path)
+  root = resolve(path, weights=False)
   tokenizer = read(root)
   source = f'The chat template of {root} (chat_template.jinja or tokenizer_config.json)'
   if chat_template is not None:
@@ -199,7 +199,7 @@ def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, 
   Raises:
     UserError: an eos_token_id is not an id, or there is no stop token at all.
   """
-  root = resolve(path)
+  root = resolve(path, weights=False)
   ids = _declared_stops(root)
   if tokenizer.eos_token_id is not None:
     ids = [*ids, tokenizer.eos_token_id]

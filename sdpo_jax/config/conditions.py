@@ -107,9 +107,10 @@ REFUSED: Table = (
   (_CARTRIDGE, 'model.cartridge plan.document_tokens'),
   (
     _off('model.cartridge.path', 'which determines slots and windows of the cartridge'),
-    _of('model.cartridge', 'tokens num_frozen_tokens initializer init_text sliding_window'),
+    _of('model.cartridge', 'tokens num_frozen_tokens initializer init_text init_turn_end sliding_window'),
   ),
   (_set('model.cartridge.initializer', 'text'), 'model.cartridge.init_text'),
+  (_set('model.cartridge.initializer', 'document', 'text'), 'model.cartridge.init_turn_end'),
   (_set('model.cartridge.document'), 'model.cartridge.divide_document'),
   (_SDPO, 'teacher_model teacher_endpoint.url feedback_model algorithm.mode algorithm.min_sdpo_examples'),
   (_TAUGHT, 'teacher_model teacher_endpoint.url feedback_model trainer.test_divergence rollout.sampled_by'),

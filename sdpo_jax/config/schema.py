@@ -71,6 +71,7 @@ class CartridgeConfig:
     "init_text, in the chat template; 'random': standard normal numbers.",
   )
   init_text: str = setting('', "Text file, local or gs://…, for initializer='text'.")
+  init_turn_end: bool = setting(False, 'Replace the last of these tokens by those that end a system message.')
   sliding_window: Literal['visible', 'windowed'] = setting(
     'visible',
     "What layers with a sliding window see. 'visible': all slots from every position; 'windowed': only slots within "
@@ -78,15 +79,13 @@ class CartridgeConfig:
   )
   divide_document: bool | None = setting(
     None,
-    'Whether the document is divided among the devices, to which prompts are sent (true), or every group of '
-    'mesh.tensor devices holds all of it (false). None: true if all of it would take more than an eighth of the '
-    'memory of a TPU.',
+    'Whether the document is divided among the devices, to which prompts are sent (true), or each mesh.tensor group '
+    'holds all of it (false). None: true if all of it would take more than an eighth of the memory of a TPU.',
   )
   path: str = setting(
     '',
-    'Cartridge to start from: a directory, local or gs://…, written by launch.export, or a published one, also as a '
-    '.pt file or a name on the hub. It brings its own num_frozen_tokens, sliding_window and number of slots. Empty: '
-    'a new cartridge.',
+    'Cartridge to start from: a directory, local or gs://…, of launch.export or published, a .pt file, or a name on '
+    'the hub. It brings its own num_frozen_tokens, sliding_window and number of slots. Empty: a new cartridge.',
   )
 
   @property

@@ -25,7 +25,7 @@ def connect(
 
   Args:
     settings: the address up to and including its version, the key, and the number of concurrent requests.
-    section: name of the section with these settings, for messages.
+    section: name of the section with these settings, for messages; of flags, what their names begin with.
     address: name of the setting that holds the address.
     path: path of the requests below that address.
     needs_key: whether the environment variable with the key must exist if one is named.
@@ -33,12 +33,13 @@ def connect(
   Raises:
     UserError: as `json_server.read_address` and `read_secret`, or the address continues after the version.
   """
-  setting, example = f'{section}.{address}', 'http://localhost:8000/v1'
+  prefix = f'{section}_' if section.startswith('-') else f'{section}.'
+  setting, example = prefix + address, 'http://localhost:8000/v1'
   url, secrets = json_server.read_address(getattr(settings, address), setting, example)
   url = url.rstrip('/')
   if url.endswith(path):
     raise UserError(f'{setting} must end before {path}, which is added to it, as in {example}.')
-  key = json_server.read_secret(settings.api_key_env, f'{section}.api_key_env', required=needs_key)
+  key = json_server.read_secret(settings.api_key_env, f'{prefix}api_key_env', required=needs_key)
   return json_server.JsonServer(
     url + path,
     authorization=f'Bearer {key}' if key else '',

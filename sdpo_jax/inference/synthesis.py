@@ -1,4 +1,4 @@
-"""Prompts about a document, written by the model itself, for a run that trains a cartridge.
+"""Prompts about a document, written by the model itself or behind an endpoint, for a run that trains a cartridge.
 
 Each is drawn from a prompt with a random window of the document and a random request (`sdpo_jax.data.self_study`).
 Windows and requests depend only on the seed, so a pool can be continued and repeated.
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import math
 import re
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from sdpo_jax.tables import counted
 from sdpo_jax.training.documents import context_length
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
 from sdpo_jax.training.specs import chat_format
-from sdpo_jax.types import Tree
+from sdpo_jax.types import Messages, Tree
 
 ROUND = 512  # Messages drawn between writes of kept messages.
 GIVE_UP = 4  # A pool ends incomplete after this multiple of the requested messages was drawn.
@@ -96,7 +96,8 @@ class Ask:
 
   seed_type: str
   window: tuple[int, int]  # Its first token in the document, and its end.
-  tokens: list[int]  # Tokens of the prompt.
+  messages: Messages  # The prompt,
+  tokens: list[int]  # and its tokens.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,16 @@ class WrittenMessage:
 
   text: str
   stopped: bool  # Whether it ended its turn, instead of reaching the limit.
+  refused: str = ''  # How an endpoint has refused to write it, in words.
+
+
+class Writer(Protocol):
+  """A model that writes messages in place of the config's own."""
+
+  model: str
+
+  def draw(self, asks: Sequence[Ask], round_number: int) -> list[WrittenMessage]:
+    """Return the messages that answer the requests, the same number for each, in order."""
 
 
 class Asker:
@@ -149,10 +160,11 @@ class Asker:
     kind, request = self_study.draw_request(draw, options.seed_types, weights)
     start, end = document.draw_window(draw, options.min_window, options.max_window)
     while True:
-      [tokens] = chat_tokens(self._tokenizer, [self._conversation(document.passage((start, end)), request)], self._chat)
+      messages = self._conversation(document.passage((start, end)), request)
+      [tokens] = chat_tokens(self._tokenizer, [messages], self._chat)
       excess = len(tokens) - self.limit
       if excess <= 0 or end - start == 1:
-        return Ask(kind, (start, end), tokens)
+        return Ask(kind, (start, end), messages, tokens)
       end = max(end - excess, start + 1)
 
 
@@ -186,7 +198,7 @@ class Pool:
     rows, dropped, seen = [], collections.Counter(), set(self._seen)
     for number, message in enumerate(messages):
       text = without_thinking(message.text).strip()
-      reason = self._reason(text, message.stopped, seen)
+      reason = message.refused or self._reason(text, message.stopped, seen)
       if reason is not None:
         dropped[reason] += 1
         continue
@@ -219,8 +231,7 @@ def _plain(text: str) -> str:
   return re.sub(r'\s+', ' ', text).strip().casefold()
 
 
-# (prompts, number of the round) → messages, several for each prompt.
-Draw = Callable[[list[list[int]], int], list[WrittenMessage]]
+Draw = Callable[[Sequence[Ask], int], list[WrittenMessage]]  # As `Writer.draw`.
 
 
 def fill(
@@ -248,7 +259,7 @@ def fill(
     of_use = max(len(pool.rows) / pool.drawn, 1 / GIVE_UP) if pool.drawn else 1.0
     missing = math.ceil((options.count - len(pool.rows)) / of_use)
     asks = [ask(number, at) for at in range(min(options.round_size, math.ceil(missing / options.per_window)))]
-    messages = draw([one.tokens for one in asks], number)
+    messages = draw(asks, number)
     result = pool.kept(number, asks, messages)
     keep(number, result)
     pool.extend(result)
@@ -282,6 +293,7 @@ def synthesize(
   document: str,
   output: str,
   max_batch_rows: int | None = None,
+  writer: Writer | None = None,
   overwrite: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -295,6 +307,7 @@ def synthesize(
     document: text file, local or gs://….
     output: file to write, JSON lines or parquet, local or gs://….
     max_batch_rows: messages to draw at once; None: as many as fit in the memory that the run itself needs for sampling.
+    writer: writes the messages; then only the tokenizer of the config's model is read. None: that model writes.
     overwrite: whether to replace an existing output, or the rounds of an interrupted command with other settings.
     announce: called with sentences about the progress and the result.
 
@@ -308,12 +321,14 @@ def synthesize(
   main = jax.process_index() == 0
   text = read_text(document, 'name a text file in --document')
   tokenizer = load_tokenizer(config)
-  check_turn_end(config, tokenizer)
+  if writer is None:
+    check_turn_end(config, tokenizer)
   passages = Document(text, tokenizer)
   if not text.strip() or not len(passages):
     raise UserError(f'{document} is empty: name a file with text in --document.')
-  asker = Asker(passages, tokenizer, thinking_off(tokenizer, as_asked), options, context_length(config.model.path))
-  file = PoolFile(output, _settings(config, options, text, asker.limit, tokenizer))
+  positions = None if writer else context_length(config.model.path)  # A server refuses what is too long for its model.
+  asker = Asker(passages, tokenizer, thinking_off(tokenizer, as_asked), options, positions)
+  file = PoolFile(output, _settings(config, options, text, asker.limit, tokenizer) | _identity(config, writer))
   left: list[Round] = []
   if main:
     file.check(overwrite)
@@ -334,7 +349,7 @@ def synthesize(
   announce(f'{document} has {len(passages)} tokens without a template, and a prompt about it at most {asker.limit}.')
   # Bounded by the memory that the run takes for its cache and, with a cartridge, for the document.
   most = rows_at_once(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
-  draw = _drawing(config, tokenizer, options, asker.limit, max_batch_rows or most)
+  draw = writer.draw if writer else _drawing(config, tokenizer, options, asker.limit, max_batch_rows or most)
   rows = fill(pool, len(left), options, asker.ask, draw, keep, announce)
   if not rows:
     if main:
@@ -385,16 +400,21 @@ _DECIDING = (
 
 
 def _settings(config: Config, options: SynthesisOptions, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
-  """Return everything that determines the draw, as JSON values."""
+  """Return everything but the model that determines the draw, as JSON values."""
   return {
     **{f'--{name}': value for name, value in jsonable(dataclasses.asdict(options)).items()},
     'the document': hashlib.sha256(text.encode()).hexdigest()[:16],
-    'the model': identity.of_weights(config.model.path)['values'],
-    'model.dtype': config.model.dtype,
     **{f'{name} of the tokenizer': said for name, said in identity.of_tokenizer(config.model.path, tokenizer).items()},
     **{name: jsonable(value) for name, value in flatten(config).items() if name in _DECIDING},
     'tokens of a prompt': limit,
   }
+
+
+def _identity(config: Config, writer: Writer | None) -> dict[str, str]:
+  """Return what identifies the model that draws, as `_settings` does the rest; an endpoint may move."""
+  if writer:
+    return {'--endpoint_model': writer.model}
+  return {'the model': identity.of_weights(config.model.path)['values'], 'model.dtype': config.model.dtype}
 
 
 def rows_at_once(config: Config, length: int, document: int) -> int:
@@ -422,12 +442,12 @@ def _drawing(config: Config, tokenizer: Tokenizer, options: SynthesisOptions, li
     least = options.round_size * options.per_window
     return make_sampler(sized, policy.base_policy(), tokenizer, mesh, least=least), parameters
 
-  def draw(prompts: list[list[int]], round_number: int) -> list[WrittenMessage]:
+  def draw(asks: Sequence[Ask], round_number: int) -> list[WrittenMessage]:
     sampler, parameters = loaded()
     drawn = sampler.sample(
       parameters,
       {},
-      prompts,
+      [ask.tokens for ask in asks],
       n=options.per_window,
       seed=options.seed,
       step=round_number,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import random
 import threading
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from sdpo_jax import liveness
 from sdpo_jax.config import FeedbackEndpointConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import Stop, StoppedError
-from sdpo_jax.environments import chat_endpoint
+from sdpo_jax.environments import chat_endpoint, json_server
 
 STOP_S = 0.5  # Seconds between checks for a request to stop, while waiting for answers.
 Answer = TypeVar('Answer')
@@ -22,12 +24,13 @@ class EndpointClient:
 
     Args:
       settings: the address up to and including its version, the key, and the number of concurrent requests.
-      section: name of the section with these settings, for messages.
+      section: name of the section with these settings, for messages; of flags, what their names begin with.
       path: path of the requests below the address.
 
     Raises:
       UserError: the address or an environment variable is missing, or the address continues after the version.
     """
+    self._settings = settings
     self._server = chat_endpoint.connect(settings, section, path=path)
     self.public_url = self._server.public_url  # The address without parts that may be secret.
     self._closing = threading.Event()
@@ -42,6 +45,33 @@ class EndpointClient:
     """Close the connections; requests under way are not retried."""
     self._closing.set()
     self._server.close()
+
+  def _ask_again(
+    self, body: Mapping[str, Any], read: Callable[[Any], Answer], given_up: threading.Event, **options: Any
+  ) -> Answer:
+    """Return what `read` makes of the answer to a request, which is repeated after failures as the settings say.
+
+    Args:
+      body: what to post.
+      read: called with the JSON of an answer; raises Fault if it is not valid.
+      given_up: set when no answer is needed any more.
+      options: as in `JsonServer.ask`.
+
+    Raises:
+      Fault: there is no usable answer, and further attempts cannot help.
+    """
+    for attempt in range(self._settings.retries + 1):
+      if given_up.is_set() or self._closing.is_set():
+        raise json_server.Fault('the server was given up because of earlier requests')
+      try:
+        answer = read(self._server.ask(body, self._settings.timeout_s, **options))
+        liveness.progress()
+        return answer
+      except json_server.Fault as fault:
+        if not fault.again or attempt == self._settings.retries:
+          raise
+        given_up.wait(json_server.pause_s(attempt, fault.after_s, random.random()))
+    raise AssertionError('The last attempt returns or raises.')
 
 
 def ask_all(

@@ -70,7 +70,7 @@ class Endpoint(EndpointClient):
       UserError: as in `EndpointClient`.
     """
     super().__init__(settings, SECTION, '/completions')
-    self._settings, self._vocab_size, self._on_attempt, self._gives_up = settings, vocab_size, on_attempt, gives_up
+    self._vocab_size, self._on_attempt, self._gives_up = vocab_size, on_attempt, gives_up
     self._dialect = dialects.DIALECTS[settings.dialect]
     self._told_tail = False
 

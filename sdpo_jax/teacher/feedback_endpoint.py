@@ -6,13 +6,11 @@ If a request fails, the completion keeps the feedback of its grader.
 from __future__ import annotations
 
 from collections.abc import Sequence
-import random
 import threading
 
-from sdpo_jax import liveness
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.distributed.stopping import NEVER, Stop
-from sdpo_jax.environments import chat_endpoint, json_server
+from sdpo_jax.environments import chat_endpoint
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.teacher.asking import EndpointClient, ask_all
 from sdpo_jax.teacher.written_feedback import UnwrittenError, WriterRequest, read
@@ -33,7 +31,7 @@ class FeedbackEndpoint(EndpointClient):
       UserError: as in `EndpointClient`.
     """
     super().__init__(config.feedback_endpoint, SECTION, chat_endpoint.PATH)
-    self._config, self._settings = config, config.feedback_endpoint
+    self._config = config
 
   def write(self, asked: Sequence[WriterRequest], stop: Stop = NEVER) -> list[str | UnwrittenError]:
     """Return the feedback on each completion, or the reason why there is none.
@@ -64,22 +62,13 @@ class FeedbackEndpoint(EndpointClient):
       'temperature': self._config.feedback_temperature,
       'max_tokens': self._config.feedback_max_tokens,
     }
-    for attempt in range(self._settings.retries + 1):
-      if work.given_up.is_set() or self._closing.is_set():
-        raise UnwrittenError('the server was given up because it answered no earlier request')
-      try:
-        answer = self._server.ask(
-          body, self._settings.timeout_s, name='feedback-endpoint-post', on_answer=work.answered.set
-        )
-        said, _ = chat_endpoint.answered(answer)
-        liveness.progress()
-        return read(said)
-      except Fault as fault:
-        if not fault.again or attempt == self._settings.retries:
-          work.count_failed()
-          raise UnwrittenError(self._server.redacted(str(fault))) from fault
-        work.given_up.wait(json_server.pause_s(attempt, fault.after_s, random.random()))
-    raise AssertionError('The last attempt returns or raises.')
+    options = {'name': 'feedback-endpoint-post', 'on_answer': work.answered.set}
+    try:
+      said, _ = self._ask_again(body, chat_endpoint.answered, work.given_up, **options)
+    except Fault as fault:
+      work.count_failed()
+      raise UnwrittenError(self._server.redacted(str(fault))) from fault
+    return read(said)
 
 
 class _Work:

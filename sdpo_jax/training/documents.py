@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import math
+import os
 
 import jax.numpy as jnp
 
@@ -66,9 +67,29 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
         f'{len(initial)} tokens only: lower {SECTION}.tokens, or name a longer text.'
       )
     initial = initial[: cartridge.tokens]
+    if cartridge.init_turn_end:
+      initial = _ended(initial, tokenizer, chat_format(config))
   if cartridge.tokens is not None:
     check_slots(config, context_length(config.model.path))
   return Texts(document, initial)
+
+
+def _ended(initial: list[int], tokenizer: Tokenizer, chat: ChatFormat) -> list[int]:
+  """Return as many tokens of which the last are those that the chat template writes at the end of a system message.
+
+  These are the tokens that KVFromText reads in the published code of cartridges (HazyResearch/cartridges).
+
+  Raises:
+    UserError: the template writes none, or as many as there are slots.
+  """
+  tokens = [document_tokens(tokenizer, text, chat)[::-1] for text in (PROBE, PROBE[::-1])]
+  end = os.path.commonprefix(tokens)[::-1]
+  if not 0 < len(end) < len(initial):
+    raise UserError(
+      f'{SECTION}.init_turn_end=True: the chat template ends a system message with {len(end)} tokens of its own, and '
+      f'there are {len(initial)} slots: leave it at False' + (f', or raise {SECTION}.tokens.' if end else '.')
+    )
+  return [*initial[: -len(end)], *end]
 
 
 def read_document(config: Config, tokenizer: Tokenizer) -> list[int]:

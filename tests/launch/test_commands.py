@@ -29,6 +29,7 @@ from sdpo_jax.training import closing_text, loop
 from sdpo_jax.training.directory import workdir as workdirs
 from sdpo_jax.types import Example
 from tests import tiny
+from tests.local_server import Answer, Server
 
 # Before a config: no larger file can be written, as on a full disk.
 FULL_DISK = """
@@ -166,6 +167,24 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
       ['synthesize', f'--config={config}', f'--output={folder}/x.jsonl', '--document=x.txt', '--seed_weights=1,two'],
       "--seed_weights holds 'two', which is not a number",
     ),
+    'synthesize by an unnamed endpoint': (
+      ['synthesize', f'--config={config}', f'--output={folder}/x.jsonl', '--document=x.txt', '--endpoint_model=m'],
+      'Without an address in --endpoint_url, --endpoint_model has no effect: leave it out',
+    ),
+    'synthesize by an endpoint in parts': (
+      [
+        *('synthesize', f'--config={config}', f'--output={folder}/x.jsonl', '--document=x.txt', '--max_batch_rows=2'),
+        *('--endpoint_url=http://127.0.0.1:9/v1', '--endpoint_model=m'),
+      ],
+      'With --endpoint_url, which one process asks, --max_batch_rows has no effect: leave it out',
+    ),
+    'synthesize without a key': (
+      [
+        *('synthesize', f'--config={config}', f'--output={folder}/x.jsonl', '--document=x.txt'),
+        *('--endpoint_url=http://127.0.0.1:9/v1', '--endpoint_model=m', '--endpoint_api_key_env=NO_SUCH_KEY'),
+      ],
+      '--endpoint_api_key_env=NO_SUCH_KEY: there is no such environment variable; export it',
+    ),
     'evaluate both': (
       ['evaluate', f'--config={config}', '--workdir=a', '--model=b', f'--output={folder}/x.json'],
       'Name one of --workdir',
@@ -184,8 +203,25 @@ def quick_ends(config, tmp_path_factory):
   commands = [(name, arguments) for (name, *arguments), _ in cases.values()]
   commands += [(name, ['--help']) for name in NAMES] + [('train', ['-h']), ('train', ['--help_settings'])]
   commands += [('train', ['--help_settings=trainer']), ('train', ['--help_settings=nothing-like-it'])]
-  done = tiny.launch_many(commands, folder / 'output', folder / 'no_cache')
+  (folder / 'document.txt').write_text('Fact: the house is red.\n' * 9)
+
+  def write(body):
+    texts = [f'What is {body["seed"]}-{number}?' for number in range(body['n'])]
+    return Answer({'choices': [{'message': {'content': text}, 'finish_reason': 'stop'} for text in texts]})
+
+  with Server(write) as server:
+    flags = [f'--config={config}', f'--document={folder}/document.txt', '--count=4', '--per_window=2']
+    flags += [f'--output={folder}/pool.jsonl', f'--endpoint_url={server.url}/v1', '--endpoint_model=author']
+    commands.append(('synthesize', [*flags, '--config.data.max_prompt_length=128']))
+    *done, written = tiny.launch_many(commands, folder / 'output', folder / 'no_cache')
+  assert written.returncode == 0 and '4 messages were drawn.' in written.stderr, written.stderr
   return folder, cases, dict(zip(cases, done[: len(cases)], strict=True)), done[len(cases) :]
+
+
+def test_an_endpoint_writes_prompts(quick_ends):
+  """What it is asked: tests/inference/test_endpoint_writer.py."""
+  rows = [json.loads(line) for line in (quick_ends[0] / 'pool.jsonl').read_text().splitlines()]
+  assert len(rows) == 4 and all(re.fullmatch(r'What is \d+-[01]\?', row['prompt'][0]['content']) for row in rows)
 
 
 def test_wrong_input_ends_with_one_sentence_and_code_2(quick_ends):

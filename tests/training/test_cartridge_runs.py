@@ -26,9 +26,9 @@ from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.models.forward import forward
 from sdpo_jax.preflight import check
 from sdpo_jax.rollout.sampler import Sampler
-from sdpo_jax.training import loop, step
+from sdpo_jax.training import cartridges, loop, step
 from sdpo_jax.training.directory import fingerprint
-from sdpo_jax.training.opening import stop_token_ids
+from sdpo_jax.training.opening import make_session, stop_token_ids
 from sdpo_jax.training.specs import optimizer_spec
 from sdpo_jax.types import TokenRows
 from tests import exported_cards, hub_server
@@ -134,6 +134,28 @@ def test_with_a_slot_for_every_token_there_is_nothing_to_learn(config, tmp_path)
   assert all(id(parameter_tables.get(session.base, row.path)) in of_teacher for row in table)
 
 
+@pytest.mark.parametrize('ended', [False, True])
+def test_slots_begin_as_the_published_ones_of_a_text(config, tmp_path, monkeypatch, ended):
+  """KVFromText: what transformers computes for the cut text and, with `init_turn_end`, what ends a system message."""
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+  text = 'Another text, which has more tokens than the slots.'
+  (tmp_path / 'text.txt').write_text(text)
+  begin = {'initializer': 'text', 'init_text': str(tmp_path / 'text.txt'), 'init_turn_end': ended}
+  session, trained = make_session(changed(config, MeshConfig(1, 1), **begin).validate(), tmp_path)
+  tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+  whole = tokenizer.apply_chat_template([{'role': 'system', 'content': text}], return_dict=False)
+  end = [tokenizer.convert_tokens_to_ids('<|im_end|>'), *tokenizer.encode('\n')]
+  reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path).eval()
+  tokens = [*whole[:14], *end] if ended else whole[:16]
+  with torch.no_grad():
+    past = reference(torch.tensor([tokens]), use_cache=True).past_key_values
+  slots = cartridges.of_session(session, trained)
+  assert slots.keys.shape[2] == 16 == len(tokens) < len(whole)
+  for layer, (keys, values) in enumerate(zip(slots.keys, slots.values, strict=True)):
+    np.testing.assert_allclose(keys, past.layers[layer].keys[0], atol=2e-5)
+    np.testing.assert_allclose(values, past.layers[layer].values[0], atol=2e-5)
+
+
 @pytest.fixture(scope='module')
 def run(config, tmp_path_factory):
   """Return (settings, workdir) of a run of two steps."""
@@ -165,6 +187,8 @@ def test_a_run_goes_on_where_it_was_stopped_and_with_the_same_texts_only(run, tm
   with pytest.raises(UserError, match=r'adapter/text of the slots was .*accept_changes=model,data'):
     loop.train(moved, tmp_path / 'parts')
   elsewhere.write_text(TEXT)
+  with pytest.raises(UserError, match='model.cartridge.init_turn_end was False and is now True'):
+    loop.train(changed(moved, init_turn_end=True), tmp_path / 'parts')
   insisting = dataclasses.replace(made.trainer, accept_changes=('model', 'data'))
   with pytest.raises(UserError, match='model.cartridge.tokens was 16 and is now 20'):
     loop.train(dataclasses.replace(changed(moved, tokens=20), trainer=insisting), tmp_path / 'parts')

@@ -15,9 +15,11 @@ from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens, document_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import chat_template
+from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.training.documents import read_texts
 from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny
+from tests.models import tokenizer_styles
 
 BEHIND = ChatFormat(behind_document=True)
 QUESTION = [{'role': 'user', 'content': 'Who <|im_end|>?'}]
@@ -122,6 +124,45 @@ def test_texts_are_read_for_whom_they_are_needed(config, folder):
   assert read(teaches=False, initializer='random', document='gone.txt') == (None, None)
 
 
+ENDS = {
+  'llama': ['<|eot_id|>'],
+  'qwen': ['<|im_end|>', 'Ċ'],
+  'olmo': ['<|im_end|>', 'Ċ'],
+  'tekken': ['[/SYSTEM_PROMPT]'],
+}
+
+
+@pytest.mark.parametrize('style', ENDS)
+@pytest.mark.parametrize('initializer', ['document', 'text'])
+def test_the_first_tokens_of_a_text_end_like_a_system_message(config, folder, tmp_path, style, initializer):
+  """As the published tokens do, which are cut as long as the slots are fewer."""
+  config.model.path = str(tokenizer_styles.make(style, tmp_path / 'model'))
+  tokenizer = tokenizers.load(config.model.path)
+  text = {'document': 'document', 'text': 'init_text'}[initializer]
+  cartridge = {text: str(folder / 'long.txt'), 'initializer': initializer}
+  whole = document_tokens(tokenizer, (folder / 'long.txt').read_text(), BEHIND)
+
+  def initial(slots, **changes):
+    config.model.cartridge = CartridgeConfig(tokens=slots, **cartridge, **changes)
+    return read_texts(config, tokenizer, teaches=False).initial
+
+  end = tokenizer.convert_tokens_to_ids(ENDS[style])
+  assert initial(16) == whole[:16] and initial(16, init_turn_end=True) == [*whole[: 16 - len(end)], *end]
+  assert initial(len(whole), init_turn_end=True) == whole
+  with pytest.raises(
+    UserError, match=rf'with {len(end)} tokens of its own, and there are {len(end)} slots: .* or raise'
+  ):
+    initial(len(end), init_turn_end=True, num_frozen_tokens=0)
+
+
+@pytest.mark.parametrize('style', ['gemma', 'mistral'])
+def test_a_template_without_system_messages_ends_none(config, tmp_path, style):
+  config.model.path = str(tokenizer_styles.make(style, tmp_path / 'model'))
+  config.model.cartridge.init_turn_end = True
+  with pytest.raises(UserError, match=r'init_turn_end=True: .* with 0 tokens of its own, .* leave it at False\.'):
+    read_texts(config, tokenizers.load(config.model.path), teaches=False)
+
+
 @pytest.mark.parametrize(
   ('changes', 'said'),
   [
@@ -199,6 +240,10 @@ def test_texts_whose_end_joins_what_follows_are_refused(config, folder, tmp_path
       "init_text='a.txt' has no effect with .*='document'",
     ),
     (lambda c: setattr(c.model.cartridge, 'initializer', 'text'), 'init_text is empty'),
+    (
+      lambda c: c.model.cartridge.__dict__.update(initializer='random', init_turn_end=True),
+      "init_turn_end=True has no effect with .*initializer='random'",
+    ),
     (lambda c: setattr(c.model.cartridge, 'path', 'dir'), "tokens=16 has no effect with .*path='dir', .* at None"),
     (lambda c: setattr(c.model.cartridge, 'tokens', None), 'document=.* has no effect without a cartridge'),
     (lambda c: setattr(c.actor, 'pack_sequences', True), 'pack_sequences=true with model.cartridge'),
