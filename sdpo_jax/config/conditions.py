@@ -175,7 +175,7 @@ ANNOUNCED: Table = (
   (_set('optimizer.weight_decay'), 'optimizer.weight_decay_exclude'),
   (
     _set('trainer.test_freq'),
-    'trainer.val_before_train trainer.test_divergence',
+    'trainer.val_before_train trainer.test_divergence trainer.test_perplexity',
   ),
   (_set('val_kwargs.temperature', note=', which is greedy'), _of('val_kwargs', 'top_p top_k min_p')),
   (_set('trainer.batch_order', 'balanced'), 'trainer.balance_partitions'),

@@ -33,6 +33,7 @@ RESUMABLE = (
   'trainer.test_freq',
   'trainer.val_before_train',
   'trainer.test_divergence',
+  'trainer.test_perplexity',
   'trainer.save_freq',
   'trainer.max_ckpt_to_keep',
   'trainer.max_skipped_steps',

@@ -619,6 +619,11 @@ class TrainerConfig:
     'completions that the student draws and on others that the teacher draws: eval/<task>/kl_on_student and '
     'kl_on_teacher.',
   )
+  test_perplexity: bool = setting(
+    False,
+    'Evaluations also measure the perplexity of the reference answers, texts of at most data.max_response_length '
+    'tokens: eval/<task>/answer_perplexity.',
+  )
   save_freq: int = setting(5, 'Save every save_freq generation batches and at the end; 0: only at the end.', EVERY)
   max_skipped_steps: int = setting(
     3,

@@ -96,14 +96,14 @@ def top_tokens_program(
 ) -> Callable[..., TopTokens]:
   """Return the jitted `most_likely` from `base` on, with a static k; calls with the same arguments share it."""
   own = dataclasses.replace(teacher, base=None)
-  return _program(mesh, most_likely, policy, spec, layout(mesh), teacher=own, static_argnames='k')
+  return program_of(mesh, most_likely, policy, spec, layout(mesh), teacher=own, static_argnames='k')
 
 
 @functools.lru_cache(maxsize=32)
-def _program(
+def program_of(
   mesh: jax.sharding.Mesh, function: Callable[..., Any], *arguments: Any, static_argnames: str = '', **named: Any
 ) -> Callable[..., Any]:
-  """Return a jitted function with its first arguments bound and replicated results; equal calls share it."""
+  """Return a jitted function with its first arguments bound and results on all devices; equal calls share it."""
   return jax.jit(
     functools.partial(function, *arguments, **named),
     static_argnames=static_argnames or None,
@@ -173,4 +173,4 @@ def divergence_program(
 ) -> Callable[..., jax.Array]:
   """Return the jitted `completion_divergences` from `base` on; calls with the same arguments share it."""
   own = dataclasses.replace(teacher, base=None)
-  return _program(mesh, completion_divergences, student, own, chunk_size, mesh)
+  return program_of(mesh, completion_divergences, student, own, chunk_size, mesh)

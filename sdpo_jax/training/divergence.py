@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from sdpo_jax.learning import batching
 from sdpo_jax.learning.readings import divergence_program
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import batch_spec, prompt_spec
-from sdpo_jax.types import Example, Rollouts, Tree
+from sdpo_jax.types import Example, Rollouts, TokenRows, Tree
 
 # Metrics of an evaluation: the divergence on the student's completions, and on the teacher's.
 ON_STUDENT, ON_TEACHER = 'kl_on_student', 'kl_on_teacher'
@@ -55,6 +56,8 @@ def measure(
     ON_STUDENT: (session.sampler, session.base, trainable),
     ON_TEACHER: session.teacher_writer,
   }
+  program = divergence_program(session.policy, session.teacher, config.actor.logits_chunk_size, session.mesh)
+  score = functools.partial(program, session.base, trainable, session.teacher.base)
   metrics: dict[str, dict[str, float]] = {}
   for name, (sampler, base, tree) in writers.items():
     rollouts = sampler.sample(
@@ -67,29 +70,38 @@ def measure(
       step=0,
       between=stop.check,
     )
-    values = _divergences(session, trainable, prompts, rollouts, stop)
+    values = values_of_tokens(session, prompts, rollouts, score, stop)
     for source, samples in samples_by_source(examples, rollouts.group).items():
       mean = float(values[samples][rollouts.completion_mask[samples]].astype(np.float64).mean())
       metrics.setdefault(source, {})[name] = mean
   return metrics
 
 
-def _divergences(
-  session: Session, trainable: Tree, prompts: Sequence[list[int]], rollouts: Rollouts, stop: Stop
+def values_of_tokens(
+  session: Session,
+  prompts: Sequence[list[int]],
+  rollouts: Rollouts,
+  score: Callable[[TokenRows, jax.Array, jax.Array], jax.Array],
+  stop: Stop,
 ) -> np.ndarray:
-  """Return the per-token divergences of completions, [N, T] float32; 0 after their ends."""
-  config, mesh = session.config, session.mesh
+  """Return a value of each token of completions, [N, T] float32; 0 after their ends.
+
+  Args:
+    session: session of the run.
+    prompts: G student prompts.
+    rollouts: N completions.
+    score: maps (rows, targets, mask) of a micro-batch to the values of its tokens, [B, T].
+    stop: whether the run is to stop; checked before each micro-batch.
+  """
   batch = batching.GenerationBatch(
     prompts=[prompts[group] for group in rollouts.group],
     teacher_prompts=None,
     rollouts=rollouts,
     distill_mask=np.zeros(rollouts.completion_mask.shape, np.float32),
   )
-  score = divergence_program(session.policy, session.teacher, config.actor.logits_chunk_size, mesh)
   found = np.zeros(rollouts.completion_mask.shape, np.float32)
-  for micro in batching.student_micro_batches(batch, batch_spec(config), mesh.size):
+  for micro in batching.student_micro_batches(batch, batch_spec(session.config), session.mesh.size):
     stop.check()
-    arrays = put_rows(mesh, (micro.batch.student, micro.batch.targets, micro.batch.mask))
-    values = score(session.base, trainable, session.teacher.base, *arrays)
-    batch.scatter(micro.samples, jax.device_get(values), found)
+    arrays = put_rows(session.mesh, (micro.batch.student, micro.batch.targets, micro.batch.mask))
+    batch.scatter(micro.samples, jax.device_get(score(*arrays)), found)
   return found

@@ -10,7 +10,7 @@ from typing import Any
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
-from sdpo_jax.training import divergence, step_records
+from sdpo_jax.training import divergence, perplexity, step_records
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.preemption import Preemption
@@ -66,7 +66,7 @@ class Evaluations:
 def evaluate_session(
   session: Session, parameters: Tree, questions: Sequence[Example], graders: Graders, stop: Stop = NEVER
 ) -> Evaluation:
-  """Return the evaluation of parameters on held-out questions, with the divergence if the session's settings say so.
+  """Return the evaluation of parameters on held-out questions, with what else the session's settings ask for.
 
   Arguments and errors are those of `evaluate.evaluate`.
   """
@@ -82,9 +82,12 @@ def evaluate_session(
     seed=settings.seed,
     stop=stop,
   )
-  if not settings.trainer.test_divergence:
-    return evaluation
-  return evaluation.with_metrics(divergence.measure(session, parameters, questions, seed=settings.seed, stop=stop))
+  if settings.trainer.test_perplexity:
+    evaluation = evaluation.with_metrics(perplexity.measure(session, parameters, questions, stop))
+  if settings.trainer.test_divergence:
+    more = divergence.measure(session, parameters, questions, seed=settings.seed, stop=stop)
+    evaluation = evaluation.with_metrics(more)
+  return evaluation
 
 
 def evaluated(line: Mapping[str, Any]) -> dict[str, float]:

@@ -5,8 +5,8 @@ the update, of all completions or of those that the update leaves out), `initial
 the initial policy), `top/P×R×T` (the most likely tokens, if `rollouts/` records them), `update/P×R×T`, `zero`, `apply`,
 `finish` and `digest` (of the state, for metrics.jsonl and checkpoints). `rollout.sampler_programs` names those of the
 samplers. Programs that only evaluations use are named `evaluation/…`; if these measure the divergence, they include
-`divergence/P×T` and the teacher's sampler, `teacher/…`. `feedback/…` belong to the sampler with which the student
-writes feedback.
+`divergence/P×T` and the teacher's sampler, `teacher/…`; if the perplexity of answers, `perplexity/P×T`. `feedback/…`
+belong to the sampler with which the student writes feedback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import feedback_writing, reference_policies, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
+from sdpo_jax.training.perplexity import perplexity_program
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.types import COEFFICIENTS, NUMBERS, Batch, TeacherSignal, TokenRows, Tree
 
@@ -83,7 +85,7 @@ def run_programs(
   teacher = teacher or self_teacher(policy, teacher_spec(config))
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
   run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher, held_out)
-  return update_programs(run) | sampling_programs(run) | feedback_programs(run) | divergence_programs(run)
+  return update_programs(run) | sampling_programs(run) | feedback_programs(run) | measuring_programs(run)
 
 
 def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
@@ -257,20 +259,33 @@ def feedback_programs(run: Run) -> dict[str, Program]:
   return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], FEEDBACK)
 
 
-def divergence_programs(run: Run) -> dict[str, Program]:
-  """Return the additional programs of evaluations that measure the divergence: the teacher's sampler and the scorer."""
+def measuring_programs(run: Run) -> dict[str, Program]:
+  """Return the additional programs of evaluations that measure the divergence, or the perplexity of answers.
+
+  The former are the teacher's sampler, and a scorer as the latter have.
+  """
   config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
-  if not config.trainer.test_divergence or not evaluated:
+  trainer, found = config.trainer, {}
+  if not evaluated:
     return {}
-  found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
+  if trainer.test_divergence:
+    found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
+    divergence = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   declared = declared_buckets(config)
-  score = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
-  for response in declared.response:
-    for prompt in declared.prompt:
-      batch = abstract_batch(_rows(run), prompt, None, response, spec=objective_spec(config), mesh=mesh)
+  for lengths in itertools.product(declared.prompt, declared.response):
+    batch = abstract_batch(_rows(run), lengths[0], None, lengths[1], spec=objective_spec(config), mesh=mesh)
+    of_micro_batch = functools.partial(_of_micro_batch, run, lengths=lengths, evaluation=True)
+    if trainer.test_divergence:
       arguments = run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask
       holds = 'base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'
-      found |= _of_micro_batch(run, 'divergence', (prompt, response), score, arguments, holds, evaluation=True)
+      found |= of_micro_batch('divergence', function=divergence, arguments=arguments, holds=holds)
+    if trainer.test_perplexity:
+      score = perplexity_program(run.policy, update_spec(config), mesh)
+      arguments, holds = (
+        (run.base, run.trainable, batch.student, batch.targets),
+        ('base', 'parameters', 'batch', 'batch'),
+      )
+      found |= of_micro_batch('perplexity', function=score, arguments=arguments, holds=holds)
   return found
 
 

@@ -292,6 +292,7 @@ def built(config: Config, prompts) -> list:
     'evaluations': evaluates and dataclasses.replace(specs.evaluation_spec(config), **greedy),
     'held-out questions': evaluates and (config.data.val_max_samples, config.trainer.val_before_train),
     'divergences': evaluates and config.trainer.test_divergence,
+    'perplexities': evaluates and config.trainer.test_perplexity,
     'weights of rollouts': terms.rollout_weights and correction,
     'advantages': terms.needs_advantages and config.actor.policy_loss.norm_adv_by_std_in_grpo,
     'groups': (terms.needs_advantages or terms.reprompts) and config.data.group_duplicates,
