@@ -10,6 +10,7 @@ from sdpo_jax.errors import UserError
 # Name of the extra → (what needs it, its packages).
 EXTRAS = {
   'serve': ('The service', ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')),
+  'chrf': ("The grader 'chrf'", ('sacrebleu',)),
   'figures': ('A figure', ('matplotlib',)),
   'tpu': ('Planning without a TPU', ('libtpu',)),
   'session': ('The terminal program', ('prompt_toolkit', 'mcp')),

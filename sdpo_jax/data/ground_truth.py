@@ -119,4 +119,5 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
   'mmlu_pro': _letter,
   'math': _text,
   'longhealth': _text,
+  'chrf': _text,
 }

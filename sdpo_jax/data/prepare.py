@@ -10,7 +10,7 @@ import urllib.parse
 from etils import epath
 
 from sdpo_jax.data import hub_datasets, rows, sources
-from sdpo_jax.data.converters import gpqa, livecodebench, longhealth, mathematics, sciknoweval, tooluse
+from sdpo_jax.data.converters import gpqa, livecodebench, longhealth, mathematics, mtob, qasper, sciknoweval, tooluse
 from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import make_directory, write_output
@@ -94,6 +94,21 @@ SOURCES: dict[str, Source] = {
     where='it is in the folder data of https://github.com/kbressem/LongHealth',
     read=longhealth.read,
     texts=longhealth.texts,
+  ),
+  'mtob': Source(
+    parts=dict.fromkeys(mtob.PARTS.values()),
+    convert=mtob.convert,
+    licence='not verified; it is published encrypted, so that models are not trained on it: keep it so',
+    sizes=lambda options: {'test': 50},
+    where='it is splits in the archive of https://github.com/lukemelas/mtob',
+    texts=mtob.texts,
+  ),
+  'qasper': Source(
+    parts={qasper.PART: 'hf:allenai/qasper?split=train'},
+    convert=qasper.convert,
+    licence='CC BY 4.0, as its data set card says; not verified for rewritten questions',
+    read=qasper.read,
+    texts=qasper.texts,
   ),
 }
 

@@ -39,12 +39,12 @@ def by_profile(reference: Rule, clean: Callable[..., Outcome]) -> GraderFactory:
 
 
 def outcome(
-  right: bool, pred: str, format_valid: bool, feedback: str = '', *, incorrect_format: float | None = None
+  right: float, pred: str, format_valid: bool, feedback: str = '', *, incorrect_format: float | None = None
 ) -> Outcome:
-  """Return a right-or-wrong outcome with the reference's metrics and `format_valid`.
+  """Return an outcome with the reference's metrics and `format_valid`.
 
   Args:
-    right: whether the answer is right: the score and `acc`.
+    right: how right the answer is, mostly 1 or 0: the score and `acc`.
     pred: the extracted answer, for a majority vote.
     format_valid: whether an answer in the requested format could be extracted.
     feedback: the feedback; '' if there is none.

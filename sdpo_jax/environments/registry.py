@@ -73,6 +73,7 @@ Registered = TypeVar('Registered')
 # it uses, and neither the sandbox nor computer algebra for others.
 _BUILT_IN = {
   'environment': {
+    'chrf': 'chrf',
     'code': 'code',
     'digits': 'digits',
     'facts': 'facts',

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import difflib
 
+from sdpo_jax.data.converters import raw
 from sdpo_jax.data.converters.raw import ConversionOptions, Parts, Splits, described, field, make_row
 from sdpo_jax.data.rows import RawRow
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import read_json_object
 
 NAME, PART = 'longhealth', 'benchmark_v5'
-DOCUMENT = 'document.txt'
 CHOICES = tuple(f'answer_{letter}' for letter in 'abcde')
 ALIKE = 0.9  # The minimum similarity, from 0 to 1, of the right answer and one of the choices.
 PROMPT = """\
@@ -45,12 +45,7 @@ def read(source: str, setting: str) -> Sequence[RawRow]:
   Raises:
     UserError: the file cannot be read, or is not such an object.
   """
-  patients = read_json_object(source, f'name the published {PART}.json in {setting}')
-  return [
-    RawRow(f'{source}, {patient}', number, {**value, 'id': patient})
-    for number, (patient, value) in enumerate(patients.items(), start=1)
-    if isinstance(value, Mapping)
-  ]
+  return raw.by_id(source, read_json_object(source, f'name the published {PART}.json in {setting}'))
 
 
 def convert(parts: Parts, options: ConversionOptions) -> Splits:
@@ -59,31 +54,17 @@ def convert(parts: Parts, options: ConversionOptions) -> Splits:
   Raises:
     UserError: a patient does not exist, or is not in the source's schema.
   """
-  return {'test': [_row(patient, question) for patient in _chosen(parts, options) for question in _questions(patient)]}
+  asked = ((patient, question) for patient in _chosen(parts, options) for question in raw.listed(patient, 'questions'))
+  return {'test': [_row(patient, question) for patient, question in asked]}
 
 
 def texts(parts: Parts, options: ConversionOptions) -> Mapping[str, str]:
   """Return the records of the chosen patients as the text of one file; errors as in `convert`."""
-  return {DOCUMENT: ''.join(_records(patient) for patient in _chosen(parts, options))}
+  return {raw.DOCUMENT: ''.join(_records(patient) for patient in _chosen(parts, options))}
 
 
 def _chosen(parts: Parts, options: ConversionOptions) -> list[RawRow]:
-  [rows] = parts.values()
-  patients = {row.value['id']: row for row in rows}
-  if missing := [name for name in options.patients if name not in patients]:
-    raise UserError(
-      f'--patients: {", ".join(missing)} are not in this source; there are {", ".join(patients) or "none"}.'
-    )
-  if not options.patients or len(set(options.patients)) < len(options.patients):
-    raise UserError(f'--patients={",".join(options.patients)} must name at least one patient, each once.')
-  return [patients[name] for name in options.patients]
-
-
-def _questions(patient: RawRow) -> list[RawRow]:
-  asked = field(patient, 'questions', kind=list)
-  return [
-    RawRow(f'{patient.origin}, question {number}', number, question) for number, question in enumerate(asked, start=1)
-  ]
+  return raw.chosen(parts[PART], options.patients, 'patients')
 
 
 def _row(patient: RawRow, question: RawRow) -> RawRow:
