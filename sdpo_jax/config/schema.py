@@ -71,7 +71,7 @@ class CartridgeConfig:
     "init_text, in the chat template; 'random': standard normal numbers.",
   )
   init_text: str = setting('', "Text file, local or gs://…, for initializer='text'.")
-  init_turn_end: bool = setting(False, 'Replace the last of these tokens by those that end a system message.')
+  init_turn_end: bool = setting(False, 'Whether the initial tokens end as the chat template ends a system message.')
   sliding_window: Literal['visible', 'windowed'] = setting(
     'visible',
     "What layers with a sliding window see. 'visible': all slots from every position; 'windowed': only slots within "

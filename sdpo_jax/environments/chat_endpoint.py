@@ -15,7 +15,7 @@ PATH = '/chat/completions'
 
 def connect(
   settings: JudgeConfig | TeacherEndpointConfig | FeedbackEndpointConfig,
-  section: str,
+  prefix: str,
   *,
   address: str = 'url',
   path: str = PATH,
@@ -25,7 +25,7 @@ def connect(
 
   Args:
     settings: the address up to and including its version, the key, and the number of concurrent requests.
-    section: name of the section with these settings, for messages; of flags, what their names begin with.
+    prefix: what the names of these settings or flags begin with, for messages: 'environments.judge.'.
     address: name of the setting that holds the address.
     path: path of the requests below that address.
     needs_key: whether the environment variable with the key must exist if one is named.
@@ -33,7 +33,6 @@ def connect(
   Raises:
     UserError: as `json_server.read_address` and `read_secret`, or the address continues after the version.
   """
-  prefix = f'{section}_' if section.startswith('-') else f'{section}.'
   setting, example = prefix + address, 'http://localhost:8000/v1'
   url, secrets = json_server.read_address(getattr(settings, address), setting, example)
   url = url.rstrip('/')

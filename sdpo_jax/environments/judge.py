@@ -49,10 +49,10 @@ _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<perce
 @register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> RemoteGrader:
   """Return the grader of `environments.judge`; raises UserError if the endpoint or the model's name is missing."""
-  judge, prefix = settings.judge, 'environments.judge'
+  judge, prefix = settings.judge, 'environments.judge.'
   server = chat_endpoint.connect(judge, prefix, address='base_url', needs_key=False)
   if not judge.model.strip():
-    raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
+    raise UserError(f'{prefix}model is empty: set it to the name of the judging model at the endpoint.')
   drawn = threading.local()  # A request is made and its answer read in the same thread.
 
   def body(*part: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference.synthesis import Ask, SynthesisOptions, WrittenMessage
 from sdpo_jax.teacher.asking import EndpointClient, ask_all
 
-FLAGS = '--endpoint'
+FLAGS = '--endpoint_'
 LIMITS = {'most_bytes': 2**26, 'most_values': 2**16}  # Of an answer, which may have hundreds of messages.
 # Statuses that may be about the text of a single request: too long, or against rules. Others concern all of them.
 REFUSALS = (400, 403, 413, 422, 451)
@@ -44,7 +44,7 @@ class EndpointWriter(EndpointClient):
     """
     super().__init__(settings, FLAGS, chat_endpoint.PATH)
     if not settings.model.strip():
-      raise UserError(f'{FLAGS}_model is empty: set it to the name of the writing model at the endpoint.')
+      raise UserError(f'{FLAGS}model is empty: set it to the name of the writing model at the endpoint.')
     self.model, self._options = settings.model, options
     self._body = {'model': self.model, 'temperature': options.temperature, 'max_tokens': options.max_tokens}
     self._body |= {'stop': list(stop)} if stop else {}
@@ -89,7 +89,7 @@ class EndpointWriter(EndpointClient):
 
   def _error(self, fault: Fault) -> UserError:
     return UserError(
-      f'{self.public_url} ({FLAGS}_url) has not written the messages of a round: {self._server.redacted(str(fault))}. '
+      f'{self.public_url} ({FLAGS}url) has not written the messages of a round: {self._server.redacted(str(fault))}. '
       f'Check that it serves {self.model!r}, then start the same command again, which goes on after the last round.'
     )
 

@@ -19,19 +19,19 @@ Answer = TypeVar('Answer')
 class EndpointClient:
   """A client of an OpenAI-compatible server; holds connections until `close()`."""
 
-  def __init__(self, settings: TeacherEndpointConfig | FeedbackEndpointConfig, section: str, path: str):
+  def __init__(self, settings: TeacherEndpointConfig | FeedbackEndpointConfig, prefix: str, path: str):
     """Prepare the client; no connection is made yet.
 
     Args:
       settings: the address up to and including its version, the key, and the number of concurrent requests.
-      section: name of the section with these settings, for messages; of flags, what their names begin with.
+      prefix: what the names of these settings or flags begin with, for messages.
       path: path of the requests below the address.
 
     Raises:
       UserError: the address or an environment variable is missing, or the address continues after the version.
     """
     self._settings = settings
-    self._server = chat_endpoint.connect(settings, section, path=path)
+    self._server = chat_endpoint.connect(settings, prefix, path=path)
     self.public_url = self._server.public_url  # The address without parts that may be secret.
     self._closing = threading.Event()
 

@@ -69,7 +69,7 @@ class Endpoint(EndpointClient):
     Raises:
       UserError: as in `EndpointClient`.
     """
-    super().__init__(settings, SECTION, '/completions')
+    super().__init__(settings, f'{SECTION}.', '/completions')
     self._vocab_size, self._on_attempt, self._gives_up = vocab_size, on_attempt, gives_up
     self._dialect = dialects.DIALECTS[settings.dialect]
     self._told_tail = False

@@ -30,7 +30,7 @@ class FeedbackEndpoint(EndpointClient):
     Raises:
       UserError: as in `EndpointClient`.
     """
-    super().__init__(config.feedback_endpoint, SECTION, chat_endpoint.PATH)
+    super().__init__(config.feedback_endpoint, f'{SECTION}.', chat_endpoint.PATH)
     self._config = config
 
   def write(self, asked: Sequence[WriterRequest], stop: Stop = NEVER) -> list[str | UnwrittenError]:
