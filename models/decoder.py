@@ -132,13 +132,17 @@ class Block(nnx.Module):
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
-    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without a prefix."""
+    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without a prefix.
+
+    Those of a bank are [N, KV, P, head_dim], with the number of slots filled, [N].
+    """
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return None
     parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
     held = [[self._parameter(name) for name in names] for names in parts if names[0] in self.names]
     return Prefix(
       *(jnp.concatenate(arrays, axis=-2) for arrays in zip(*held, strict=True)),
+      filled=None if self.adapter.members is None else self._parameter(slot_names.FILLED).astype(jnp.int32),
       divided=self.adapter.parts is not None,
       trained=self.adapter.trained,
     )
@@ -204,7 +208,8 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Return final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
-    matrices_of = self._rotations(positions + self._slots)
+    after_slots = positions + self._slots_before(members)
+    matrices_of = self._rotations(after_slots)
     # A cache without `recent` is filled with these tokens, which attend only to each other.
     whole = cache is None or cache.recent is None
     slot, store = None, None
@@ -219,7 +224,7 @@ class Decoder(nnx.Module):
     row_axes, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
     def layer(block, prefix, x, store, index):
-      prefix = self._seen(prefix, positions, index)
+      prefix = self._seen(prefix, members, after_slots, index)
 
       def mix_and_store(query, key, value):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
@@ -263,23 +268,39 @@ class Decoder(nnx.Module):
     stacked, places = jnp.stack(made), jnp.asarray(config.layer_ropes, jnp.int32)
     return lambda layer: lax.dynamic_index_in_dim(stacked, places[layer], keepdims=False)
 
-  @property
-  def _slots(self) -> int:
-    return self.adapter.slots if isinstance(self.adapter, kv_prefix.KVPrefix) else 0
+  def _slots_before(self, members: jax.Array | None) -> jax.Array | int:
+    """Return the number of slots before the tokens; [B, 1] int32 if every row reads a prefix of its own."""
+    if not isinstance(self.adapter, kv_prefix.KVPrefix):
+      return 0
+    if self.adapter.members is None:
+      return self.adapter.slots
+    first = self.layers[0] if isinstance(self.layers, nnx.List) else self.layers
+    counts = first.slots().filled.reshape(-1, self.adapter.members)[0]
+    return _of_members(counts, members)[:, None]
 
-  def _seen(self, prefix: Prefix | None, positions: jax.Array, layer: jax.Array | int) -> Prefix | None:
-    """Return the prefix of a layer with its number of filled slots and the first slot [B, S] in each token's window."""
+  def _seen(
+    self, prefix: Prefix | None, members: jax.Array | None, positions: jax.Array, layer: jax.Array | int
+  ) -> Prefix | None:
+    """Return the prefix of a layer with what each row sees of it: its filled slots, and the first [B, S] in a window.
+
+    Args:
+      prefix: from `Block.slots`.
+      members: [B] int32, the prefix of a bank that each row reads.
+      positions: [B, S] int32, after the slots.
+      layer: index of the layer.
+    """
     if prefix is None:
       return prefix
-    if self.adapter.filling:
-      prefix = prefix.replace(filled=positions[0, 0] + self._slots)
-    elif self.adapter.room > self._slots:
-      prefix = prefix.replace(filled=jnp.int32(self._slots))
+    if self.adapter.members is not None:
+      prefix = prefix.replace(index=members, filled=_of_members(prefix.filled, members))
+    elif self.adapter.filling:
+      prefix = prefix.replace(filled=positions[0, 0])
+    elif self.adapter.room > self.adapter.slots:
+      prefix = prefix.replace(filled=jnp.int32(self.adapter.slots))
     if self.config.windows is None or not self.adapter.within_windows:
       return prefix
     window = jnp.asarray(self.config.windows, jnp.int32)[layer]
-    first = jnp.maximum(positions + self._slots - window + 1, 0)
-    return prefix.replace(first=jnp.where(window > 0, first, 0))
+    return prefix.replace(first=jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0))
 
   # The following methods return mix(query, key, value, prefix, updated stores, layer) -> [B, S, H, head_dim].
 
@@ -358,6 +379,11 @@ class Decoder(nnx.Module):
     return (start, filled), (cache.lengths, filled_recent)
 
 
+def _of_members(numbers: jax.Array, members: jax.Array) -> jax.Array:
+  """Return each row's entry of `numbers` [N], by its member [B]; 0 for rows without one."""
+  return jnp.where(members < 0, 0, jnp.take(numbers, members, mode='clip'))
+
+
 def _remat(layer: Callable, remat: str) -> Callable:
   """Return the layer with rematerialisation in its backward pass.
 
@@ -416,7 +442,7 @@ class DecoderPolicy:
   @property
   def pooled(self) -> bool:
     """See `sdpo_jax.models.policy.Policy.pooled`."""
-    return isinstance(self.adapter, lora_pool.LoraPool)
+    return isinstance(self.adapter, (lora_pool.LoraPool, kv_prefix.KVPrefix)) and self.adapter.members is not None
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
     """See `sdpo_jax.models.policy.Policy.on`."""
@@ -484,7 +510,7 @@ class DecoderPolicy:
       params = self._in_compute_dtype(parameters.merge(base, trainable))
       params = self._ready_to_gather(params, tokens.shape[0])
     turned = params.pop(TURNED, None)
-    if self.pooled:
+    if isinstance(self.adapter, lora_pool.LoraPool):
       params = params | {'layers': self.adapter.arranged(params['layers'])}
     decoder = nnx.merge(_graph(self.config, self.adapter, _is_unrolled(params)), params)
     hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, members, self.remat, self.backend)

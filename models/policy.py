@@ -29,7 +29,7 @@ class Policy(Protocol):
   vocab_size: int  # V, as in `config`; the unembedding may have more entries, which are not tokens.
   reads_filled: bool  # Whether decoding reads only filled slots of a cache, so that a large one costs no time.
   shares_prefixes: bool  # Whether `apply` accepts `parents`.
-  pooled: bool  # Whether the trainable tree is a pool of adapters, and `apply` needs `members`.
+  pooled: bool  # Whether there is a pool of adapters or a bank of prefixes, and `apply` needs `members`.
 
   def parameter_table(self) -> Table:
     """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
@@ -88,8 +88,8 @@ class Policy(Protocol):
       parents: [B, S] int32, an earlier segment to which a token attends in addition to its own; 0: none. In this way
         several completions share a prompt. None: no token has a parent. Only without a cache; the TPU's kernels then
         have no gradient.
-      members: [B] int32, the adapter of the pool that each row uses; `NO_MEMBER`: the row uses the base alone. None:
-        the policy has no pool.
+      members: [B] int32, the adapter of the pool, or the prefix of the bank, that each row uses; `NO_MEMBER`: the row
+        uses the base alone. None: the policy has neither.
 
     Returns:
       Hidden states [B, S, D] after the final norm, the unembedding [V, D], such that logits = hidden @ unembedding.T,

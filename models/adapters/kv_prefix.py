@@ -18,9 +18,9 @@ import numpy as np
 
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.models import cache as kv_cache
-from sdpo_jax.models.adapters.slot_names import FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
+from sdpo_jax.models.adapters.slot_names import FILLED, FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
 from sdpo_jax.models.attention.splash import block_size
-from sdpo_jax.models.parameters import Parameter, Table, frozen_in, get, map_table, nest, split
+from sdpo_jax.models.parameters import Parameter, Table, frozen_in, get, map_table, merge, nest, split
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.types import Tree
 
@@ -43,8 +43,13 @@ class KVPrefix:
   parts: int | None = None
   # Whether the slots are being filled: tokens have the positions of slots, less P, and see earlier slots.
   filling: bool = False
+  # N: a bank of prefixes of at most P slots each, of which every row reads one or none (`members` of `Policy.apply`);
+  # its tokens continue at the number of slots of that one. None: all rows read the same prefix.
+  members: int | None = None
 
   def __post_init__(self):
+    if self.members is not None and self.trained:
+      raise ValueError('The prefixes of a bank are frozen.')
     if not 0 <= self.frozen <= self.slots or not self.slots:
       raise ValueError(f'A prefix of {self.slots} slots cannot have {self.frozen} frozen ones.')
     if self.parts is not None and self.trained:
@@ -85,11 +90,22 @@ class KVPrefix:
       ((FROZEN_KEY, FROZEN_VALUE), self.frozen + self.room - self.slots, dict(frozen=True, dtype=dtype)),
       ((KEY, VALUE), self.slots - self.frozen, {}),
     ]
-    return tuple(
+    bank = () if self.members is None else (self.members,)
+    counts = Parameter(
+      path=('layers', *FILLED.split('.')),
+      shape=(layers, *bank),
+      axes=('layers', None),
+      init='zeros',
+      huggingface=f'layers.{{layer}}.{FILLED}',
+      huggingface_shape=bank,
+      compute=False,
+      frozen=True,
+    )
+    return (counts,) * len(bank) + tuple(
       Parameter(
         path=('layers', *name.split('.')),
-        shape=(layers, kv_heads, count, head_dim),
-        axes=self.axes,
+        shape=(layers, *bank, kv_heads, count, head_dim),
+        axes=(self.axes[0], *[None] * len(bank), *self.axes[1:]),
         init='zeros',
         huggingface=f'layers.{{layer}}.{name}',
         huggingface_shape=(kv_heads, count, head_dim),
@@ -213,6 +229,27 @@ def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array
   before = lax.dynamic_slice_in_dim(into, at, count, axis=2)
   mixed = jnp.where(((own >= 0) & (own < count))[None, None, :, None], jnp.roll(new, -moved, axis=2), before)
   return lax.dynamic_update_slice_in_dim(into, mixed.astype(into.dtype), at, axis=2)
+
+
+@functools.lru_cache(maxsize=4)
+def bank_writer(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]:
+  """Return the program that puts a text into a bank: (bank, slots, member [], number of slots filled []) → bank.
+
+  The bank is donated.
+
+  Args:
+    policy: policy with a bank, whose slots are as in `read_slots`.
+  """
+
+  def put(bank: Tree, text: Tree, member: jax.Array, filled: jax.Array) -> Tree:
+    counts = nest([(('layers', *FILLED.split('.')), jnp.full((policy.config.layers,), filled))])
+
+    def update(into: jax.Array, new: jax.Array) -> jax.Array:
+      return lax.dynamic_update_index_in_dim(into, new.astype(into.dtype), member, 1)
+
+    return jax.tree.map(update, bank, merge(text, counts))
+
+  return jax.jit(put, donate_argnums=0, out_shardings=_placed(policy, policy.adapter))
 
 
 def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> tuple[Tree, Tree]:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from sdpo_jax.models.attention.blockwise import MASKED, product
-from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, by_group
 from sdpo_jax.models.cache import Stores
 
 BLOCK = 1024  # Slots per block; the keys and values of two blocks in flight are 1 MiB in bfloat16.
@@ -50,7 +50,7 @@ def attention(
     parts: caches of the same rows; the softmax runs over all of them.
     layer: [] int32.
     window: [] int32, number of visible positions; 0: all.
-    prefix: keys and values that all rows share, included in the softmax and read once for all rows.
+    prefix: further keys and values, included in the softmax and read once for all rows that share them.
     beside: attention computed before over other keys, which are included in the softmax, too.
     interpret: run without a TPU.
 
@@ -72,8 +72,7 @@ def attention(
   scalars = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
   results = [_part(matrix, places, part, scalars, interpret) for part in parts]
   if prefix is not None:
-    first = None if prefix.first is None else jnp.repeat(prefix.first.reshape(-1), heads // kv_heads)[None, :, None]
-    results.append(_shared(matrix, count, prefix, first))
+    results.append(_shared(matrix, prefix, count, heads // kv_heads))
   if beside is not None:
     mixed, total = by_head(beside[0]), by_head(beside[1][..., None])
     results.append((mixed.astype(jnp.float32), total, jnp.ones_like(total)))
@@ -133,16 +132,23 @@ def _part(matrix, places, part, scalars, interpret):
   )(scalars, start, filled, matrix, places, *held)
 
 
-def _shared(matrix, count, prefix, first):
-  """Return results as `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
+def _shared(matrix, prefix, count, group):
+  """Return results as `_part` does, over a prefix.
 
-  Only the first `count` queries of a row are not padding. All rows see the same slots, so these queries form one matrix
-  per head; the padding of each row would be most of it for groups of few heads.
+  Only the first `count` queries of a row are not padding, `group` of each token. Rows see the same slots, so these
+  queries form one matrix per head; the padding of each row would be most of it for groups of few heads.
   """
+  if prefix.key.ndim == 4:
+    return by_group(functools.partial(_shared, count=count, group=group), matrix, prefix)
   batch, kv_heads, queries, head_dim = matrix.shape
   real = matrix[:, :, :count].swapaxes(0, 1).reshape(kv_heads, batch * count, head_dim)
   scores = product('kqd,kpd->kqp', real, prefix.key.astype(matrix.dtype))
-  seen = True if first is None else lax.broadcasted_iota(jnp.int32, scores.shape, 2) >= first
+  slot, seen = lax.broadcasted_iota(jnp.int32, scores.shape, 2), True
+  if prefix.first is not None:
+    seen = slot >= jnp.repeat(prefix.first.reshape(-1), group)[None, :, None]
+  if prefix.filled is not None:
+    rows = jnp.repeat(jnp.broadcast_to(jnp.atleast_1d(prefix.filled), (batch,)), count)
+    seen &= slot < rows[None, :, None]
   top = jnp.max(jnp.where(seen, scores, MASKED), axis=-1, keepdims=True)
   weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
   mixed = product('kqp,kpd->kqd', weights.astype(matrix.dtype), prefix.value.astype(matrix.dtype))

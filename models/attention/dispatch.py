@@ -98,22 +98,29 @@ def attend_whole(
   by_head, by_row = (rows, None, heads, None), (rows, None)
   function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[backend.kind]
   more, tree = jax.tree.flatten((parents, prefix))
-  placing = [{0: (), 2: by_row, 3: _slots_axes(backend, prefix, heads)}[leaf.ndim] for leaf in more]
-  travel = _travel(backend, prefix, rows, heads)
+  travel, axes = _travel(backend, prefix, rows, heads), _prefix_axes(backend, prefix, rows, heads)
+  placing = [({2: by_row} | axes)[leaf.ndim] for leaf in more]
 
   def run(query, key, value, segment_ids, starts, window_index, *more):
     arrays = query, key, value, segment_ids, starts, window_index
-    return function(backend, tuple(windows), *arrays, *tree.unflatten(more), sampling, travel)
+    parents, prefix = tree.unflatten(more)
+    prefix = prefix if travel else shared_prefix.of_rows(prefix)
+    return function(backend, tuple(windows), *arrays, parents, prefix, sampling, travel)
 
   placed = backend.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *placing), by_head)
   return placed(query, key, value, segment_ids, starts, jnp.asarray(window_index, jnp.int32), *more)
 
 
-def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | None) -> tuple[str | None, ...]:
-  """Return the mesh axes of a prefix's arrays, for queries whose heads are sharded over the axis `heads`."""
-  if _travel(backend, prefix, None, heads) is None:
-    return heads, None, None
-  return TENSOR if prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0 else None, FSDP, None
+def _prefix_axes(
+  backend: AttentionBackend, prefix: Prefix | None, rows: tuple[str, ...] | str | None, heads: str | None
+) -> dict[int, tuple[Any, ...]]:
+  """Return the mesh axes of a prefix's arrays by their rank, for queries whose rows and heads are sharded like this."""
+  if prefix is None:
+    return {}
+  slots = heads, None, None
+  if _travel(backend, prefix, rows, heads) is not None:
+    slots = TENSOR if prefix.key.shape[-3] % backend.mesh.shape[TENSOR] == 0 else None, FSDP, None
+  return {0: (), 1: (rows,), 2: (rows, None), 3: slots, 4: (None if prefix.index is not None else rows, *slots)}
 
 
 def _travel(
@@ -123,7 +130,7 @@ def _travel(
   if prefix is None or not prefix.divided or not backend.divided:
     return None
   axes = (rows,) if isinstance(rows, str) else rows or ()
-  return divided.Travel(axes, TENSOR in axes and prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0)
+  return divided.Travel(axes, TENSOR in axes and prefix.key.shape[-3] % backend.mesh.shape[TENSOR] == 0)
 
 
 def _to_prefix(
@@ -162,10 +169,12 @@ def _splash(backend, windows, query, key, value, segment_ids, starts, window_ind
 
   def beside(window, query, key, value, segment_ids, prefix):
     own = splash.attention(query, key, value, segment_ids, window, normaliser=True, **options)
-    if window and prefix.first is not None:
+    near = window and prefix.first is not None
+    if near and prefix.key.ndim == 3:  # Prefixes of several lengths have no tail in common.
       to_prefix = _plainly(backend)(query, _tail(prefix, window, travel))
     else:
-      to_prefix = _to_prefix(functools.partial(splash.to_prefix, **options), query, prefix, travel)
+      attend = _plainly(backend) if near else functools.partial(splash.to_prefix, **options)
+      to_prefix = _to_prefix(attend, query, prefix, travel)
     return shared_prefix.merged(own, to_prefix)
 
   branches = [functools.partial(beside, window) for window in windows]
@@ -248,7 +257,7 @@ def attend_stacks(
   travel = _travel(backend, prefix, rows, heads)
   query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # Padded like the cache.
   if prefix is not None:
-    wider = ((0, 0), (0, 0), (0, width - head_dim))
+    wider = [(0, 0)] * (prefix.key.ndim - 1) + [(0, width - head_dim)]
     prefix = prefix.replace(key=jnp.pad(prefix.key, wider), value=jnp.pad(prefix.value, wider))
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten((parts, prefix))
@@ -256,6 +265,7 @@ def attend_stacks(
   def run(query, positions, layer, window, *leaves):
     parts, prefix = tree.unflatten(leaves)
     if travel is None:
+      prefix = shared_prefix.of_rows(prefix)
       return decode_kernel.attention(query, positions, parts, layer, window, prefix, interpret=backend.interpret)
     if prefix.first is None:
       attend = functools.partial(splash.to_prefix, residuals=RESIDUALS, interpret=backend.interpret)
@@ -264,7 +274,7 @@ def attend_stacks(
     beside = divided.attention(query, prefix, attend, travel)
     return decode_kernel.attention(query, positions, parts, layer, window, beside=beside, interpret=backend.interpret)
 
-  by_rank = {0: (), 1: (rows,), 2: (rows, None), 3: _slots_axes(backend, prefix, heads), 5: stack}
+  by_rank = {0: (), 1: (rows,), 5: stack} | _prefix_axes(backend, prefix, rows, heads)
   specs = [by_rank[leaf.ndim] for leaf in leaves]
   placed = backend.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
   mixed = placed(query, positions, jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32), *leaves)
@@ -278,19 +288,23 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     *parts: (a layer's stores from `cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs
       over the keys of all parts.
-    prefix: keys and values that all rows share, included in the softmax; None: there are none.
+    prefix: further keys and values, included in the softmax; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
   """
+  prefix = shared_prefix.of_rows(prefix)
   batch, length, heads, head_dim = query.shape
   kv_heads = parts[0][0].keys.shape[1]
   group = heads // kv_heads
 
   # All queries of a row and key head form one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
-    formula = 'bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn'
-    return blockwise.product(formula, left, right.astype(left.dtype))
+    if right.ndim == 3:
+      return blockwise.product('bkmi,kin->bkmn', left, right.astype(left.dtype))
+    apart = left.reshape(right.shape[0], -1, *left.shape[1:])  # By the rows that share `right`, one or several.
+    products = blockwise.product('gbkmi,gkin->gbkmn', apart, right.astype(left.dtype))
+    return products.reshape(*left.shape[:-1], -1)
 
   # The scale of an int8 key is a factor of its score, and that of a value a factor of its weight.
   def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -306,12 +320,12 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
   ]
   values = [(held.values, held.value_scales) for held, _ in parts]
   if prefix is not None:
-    to_prefix = product(by_key, prefix.key.swapaxes(1, 2))
+    to_prefix = product(by_key, prefix.key.swapaxes(-2, -1))
     slot = lax.broadcasted_iota(jnp.int32, to_prefix.shape, 3)
     if prefix.first is not None:
       to_prefix = jnp.where(slot >= jnp.tile(prefix.first, (1, group))[:, None, :, None], to_prefix, MASKED)
     if prefix.filled is not None:
-      to_prefix = jnp.where(slot < prefix.filled, to_prefix, MASKED)
+      to_prefix = jnp.where(slot < prefix.filled.reshape(-1, 1, 1, 1), to_prefix, MASKED)
     scores.append(to_prefix)
     values.append((prefix.value, None))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)

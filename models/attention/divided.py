@@ -18,7 +18,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.distributed.mesh import FSDP, TENSOR
-from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, of_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,18 +43,21 @@ def attention(
   """
   given = query, prefix.key, prefix.value
   query, prefix = lax.stop_gradient((query, prefix))  # Kernels have no gradient here; `_refuse` raises a clearer error.
-  start = lax.axis_index(FSDP) * prefix.key.shape[1]
-  first = prefix.first
-  if first is not None:
+  start = lax.axis_index(FSDP) * prefix.key.shape[-2]
+
+  def of_all_rows(array: jax.Array | None) -> jax.Array | None:
     for axis in [TENSOR] * travel.heads + [FSDP] * (FSDP in travel.rows):
-      first = lax.all_gather(first, axis, axis=0, tiled=True)
-    first = jnp.maximum(first - start, 0)
+      array = array if array is None or not array.ndim else lax.all_gather(array, axis, axis=0, tiled=True)
+    return array
+
+  first, filled, index = map(of_all_rows, (prefix.first, prefix.filled, prefix.index))
+  first = None if first is None else jnp.maximum(first - start, 0)
   if travel.heads:
     query = lax.all_to_all(query, TENSOR, 2, 0, tiled=True)
   if FSDP in travel.rows:
     query = lax.all_gather(query, FSDP, axis=0, tiled=True)
-  filled = None if prefix.filled is None else prefix.filled - start
-  everywhere = attend(query, prefix.replace(first=first, filled=filled))
+  filled = None if filled is None else filled - start
+  everywhere = attend(query, of_rows(prefix.replace(first=first, filled=filled, index=index)))
   parts = [_of_own_rows(array, FSDP in travel.rows) for array in everywhere]
   mixed, total = _joined(*parts)
   if travel.heads:

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 import jax.numpy as jnp
 import numpy as np
 
-from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, merged
+from sdpo_jax.models.attention.prefix import Prefix, SoftmaxPart, by_group, merged
 
 LANES = 128
 # Larger blocks are faster (1024: 6.2 ms forward, 18.6 backward for S = 10 240 and 32 heads, by compiled schedules).
@@ -100,23 +100,27 @@ def attention_after(
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 1, or 0 for padding.
-    prefix: the prefix, visible as a whole, or only within the window if it has `first`.
+    prefix: the prefix, of which all filled slots are visible, or only those within the window if it has `first`; then
+      all are filled.
     window: number of visible slots; 0: all.
     residuals: as in `attention`.
     interpret: run without a TPU.
   """
   rows, length, heads = query.shape[:3]
-  slots = prefix.key.shape[1]
+  slots = prefix.key.shape[-2]
   block, key_block = block_size(length), block_size(slots + length)
   room, key_room = -length % block, -(slots + length) % key_block
 
   def behind(shared: jax.Array, own: jax.Array) -> jax.Array:
-    laid = jnp.broadcast_to(shared.swapaxes(0, 1)[None].astype(own.dtype), (rows, slots, *own.shape[2:]))
+    shared = (shared if shared.ndim == 4 else shared[None]).swapaxes(1, 2).astype(own.dtype)
+    laid = jnp.repeat(shared, rows // len(shared), axis=0)
     return _widened(jnp.concatenate([laid, own], axis=1), key_room)
 
   query_segments = jnp.pad(segment_ids, ((0, 0), (0, room)))
-  key_segments = jnp.pad(segment_ids, ((0, 0), (slots, 0)), constant_values=1)
-  key_segments = jnp.pad(key_segments, ((0, 0), (0, key_room)))
+  filled = jnp.reshape(slots if prefix.filled is None else prefix.filled, (-1, 1))
+  seen = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None] < filled, (rows, slots)).astype(jnp.int32)
+  # No query has segment −1.
+  key_segments = jnp.pad(jnp.concatenate([2 * seen - 1, segment_ids], axis=1), ((0, 0), (0, key_room)))
   size = (length + room, slots + length + key_room)
   mask = _After(size, slots, window, prefix.first is not None) if window else masks.CausalMask(size, offset=slots)
   splash = _splash(mask, heads, (block, key_block), residuals, interpret)
@@ -149,10 +153,12 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
 
   Args:
     query: [B, S, H, head_dim], scaled.
-    prefix: the prefix, of which all filled slots are visible.
+    prefix: the prefix, of which all filled slots are visible to a row, or none.
     residuals: as in `attention`.
     interpret: run without a TPU.
   """
+  if prefix.key.ndim == 4:
+    return by_group(functools.partial(to_prefix, residuals=residuals, interpret=interpret), query, prefix)
   rows, length, heads, head_dim = query.shape
   slots = prefix.key.shape[1]
   block, key_block = block_size(rows * length), block_size(slots)
@@ -164,9 +170,11 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
   )
   mask = masks.FullMask((rows * length + room, slots + key_room))
   splash = _splash(mask, heads, (block, key_block), residuals, interpret)
-  filled = slots if prefix.filled is None else jnp.minimum(prefix.filled, slots)
-  key_segments = (jnp.arange(slots + key_room, dtype=jnp.int32) < filled).astype(jnp.int32)[None]
-  query_segments = jnp.ones((1, rows * length + room), jnp.int32)
+  filled = jnp.asarray(slots if prefix.filled is None else jnp.minimum(prefix.filled, slots))
+  key_segments = (jnp.arange(slots + key_room, dtype=jnp.int32) < jnp.max(filled)).astype(jnp.int32)[None]
+  # No key has segment 2.
+  of_rows = jnp.broadcast_to(jnp.where(filled > 0, 1, 2), (rows,)).astype(jnp.int32)
+  query_segments = jnp.pad(jnp.repeat(of_rows, length)[None], ((0, 0), (0, room)))
   with jax.named_scope(TO_PREFIX):
     mixed, (total,) = _by_row(splash(save_residuals=True), *arrays, query_segments, key_segments)
   total = total.swapaxes(1, 2)[:, : rows * length].reshape(rows, length, heads)

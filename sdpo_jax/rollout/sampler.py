@@ -12,7 +12,7 @@ import numpy as np
 
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
-from sdpo_jax.models.policy import Policy
+from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout.buckets import padded, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
@@ -37,6 +37,8 @@ class SamplingOptions(TypedDict, total=False):
   top_p: PerSample  # 1, the default, keeps all.
   top_k: PerSample  # -1, the default, keeps all.
   min_p: PerSample  # 0, the default, keeps all.
+  # Of each prompt, the adapter of the policy's pool, or the prefix of its bank; default `NO_MEMBER`: none.
+  members: Sequence[int] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +220,7 @@ class Sampler:
     top_p: PerSample = 1.0,
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
+    members: Sequence[int] | None = None,
   ) -> Request:
     """Return a checked request for samples of some prompts; arguments as in `sample`.
 
@@ -239,6 +242,7 @@ class Sampler:
         seed=seed,
         step=step,
         prefix=index,
+        member=NO_MEMBER if members is None else members[index],
       )
       for index, (tokens, width) in enumerate(zip(prompt_token_ids, widths, strict=True))
     ]

@@ -1,6 +1,7 @@
 """A key-value prefix of a frozen model: with the keys and values of a text, it has the effect of the text itself."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -48,6 +49,67 @@ def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
   if frozen == 1:
     kernels = dataclasses.replace(student, backend=KERNELS)
     np.testing.assert_allclose(logits(kernels, base, trainable, row)[real], expected, atol=5e-5)
+
+
+TEXTS = (DOCUMENT, DOCUMENT[4:13], DOCUMENT[::-1][:17])
+
+
+def bank_of(policy, params, mesh=None, parts=None):
+  """Return (policy, base) of a model with a bank of the three texts, shorter ones padded."""
+  policy = policy.on(mesh)
+  bank = KVPrefix(len(DOCUMENT), len(DOCUMENT), within_windows=True, parts=parts, members=len(TEXTS))
+  held = dataclasses.replace(policy, adapter=bank)
+  base = kv_prefix.empty_slots(policy, bank)
+  for member, text in enumerate(TEXTS):
+    padded = text + [1] * (len(DOCUMENT) - len(text))
+    read = kv_prefix.read_slots(policy, params, padded, parts)
+    base = kv_prefix.bank_writer(held)(base, read, np.int32(member), np.int32(len(text)))
+  return held, parameters.merge(params, base)
+
+
+@pytest.mark.parametrize(
+  ('name', 'divided'),
+  tiers.cases(
+    itertools.product((*MODELS, *MORE), (False, True)),
+    default=(('qwen3', True),),
+    slow=[('gemma3', False), ('gemma3', True)],
+  ),
+)
+def test_every_row_reads_its_own_text_of_a_bank(name, divided):
+  """Or none; also with the TPU's kernels, in a sampler, and with the texts divided among devices."""
+  policy, params = model(name)
+  members = np.array([2, 0, -1, 1, 1, 2, 0, -1], np.int32)
+  row, texts = rows(), [*TEXTS, []]
+  real, width = row[2] > 0, len(DOCUMENT) + row[0].shape[1]
+  whole = [[*texts[member], *row[0][at, real[at]].tolist()] for at, member in enumerate(members)]
+  segments = np.array([[at < len(tokens) for at in range(width)] for tokens in whole], np.int32)
+  tokens = np.array([tokens + [0] * (width - len(tokens)) for tokens in whole], np.int32)
+  said = logits(policy, {}, params, (tokens, np.arange(width, dtype=np.int32) * segments, segments))
+  expected = np.concatenate([said[at, len(texts[member]) : len(whole[at])] for at, member in enumerate(members)])
+  mesh = make_mesh(MeshConfig(4, 2)) if divided else None
+  reader, base = bank_of(policy, params, mesh, 4 if divided else None)
+
+  def found(policy, base):
+    placed = row if mesh is None else put_rows(mesh, row)
+    own = members if mesh is None else put_rows(mesh, members)
+    hidden, unembedding, _ = policy.apply(base, {}, *placed, members=own)
+    return np.asarray((hidden @ unembedding.T).astype(jnp.float32))[real]
+
+  np.testing.assert_allclose(found(reader, base), expected, atol=5e-5)
+  kernels = dataclasses.replace(reader, backend=dataclasses.replace(reader.backend, kind='splash', interpret=True))
+  np.testing.assert_allclose(found(kernels, base), expected, atol=5e-5)
+  request = dict(n=2, seed=0, step=0, max_tokens=8, temperature=0.0)
+  prompts, own = [[5, 9, 13], [7] * 12, [3]], (1, -1, 0)
+
+  def sample(policy, base, trainable, prompts, longest, **options):
+    sampler = Sampler(policy, TOKENIZER, prompt_buckets=(longest,), response_buckets=(8,), decode_chunk=4, **options)
+    return functools.partial(sampler.sample, base, trainable, prompts, **request)
+
+  alone = sample(policy, {}, params, [texts[at] + prompt for at, prompt in zip(own, prompts, strict=True)], 36)()
+  for one in (reader, kernels)[divided:]:
+    drawn = sample(one, base, {}, prompts, 12, mesh=mesh)(members=own)
+    np.testing.assert_array_equal(drawn.completion_tokens, alone.completion_tokens)
+    np.testing.assert_allclose(drawn.model_log_probs, alone.model_log_probs, atol=5e-5)
 
 
 @pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=('qwen3', 'mistral')))
