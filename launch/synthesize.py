@@ -55,6 +55,9 @@ SEED_WEIGHTS = flags.DEFINE_list(
 flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1)
 flags.DEFINE_integer('max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1)
 flags.DEFINE_integer(
+  'windows', None, 'Number of different windows, of --max_window tokens each and evenly spaced; any if unset.', 1
+)
+flags.DEFINE_integer(
   'per_window',
   DEFAULTS.per_window,
   'Prompts that are drawn for a window and a request, which is read once for them.',

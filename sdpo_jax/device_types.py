@@ -20,7 +20,7 @@ class TokenRows:
   # [B, T] int32, position in the row whose hidden state predicts completion token t (0 where masked).
   target_index: jax.Array
   parents: jax.Array | None = None  # [B, S] int32, parent of the token's segment, 0: none; None: no segment has one.
-  members: jax.Array | None = None  # [B] int32, the pooled adapter that each row uses, negative: none; None: no pool.
+  members: jax.Array | None = None  # [B] int32, see `Policy.apply`; None: there is neither a pool nor a bank.
 
 
 @flax.struct.dataclass

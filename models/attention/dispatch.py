@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
+from typing import Any
 
 import jax
 from jax import lax

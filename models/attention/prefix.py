@@ -42,7 +42,7 @@ class Prefix:
 
 
 def of_rows(prefix: Prefix | None) -> Prefix | None:
-  """Return the prefix without an `index`: with a copy for each row of the prefix that it reads, [B, KV, P, head_dim]."""
+  """Return the prefix without an `index`: with a copy for each row of what it reads, [B, KV, P, head_dim]."""
   if prefix is None or prefix.index is None:
     return prefix
   key, value = (jnp.take(array, prefix.index, axis=0, mode='clip') for array in (prefix.key, prefix.value))
@@ -50,7 +50,7 @@ def of_rows(prefix: Prefix | None) -> Prefix | None:
 
 
 def by_group(attend: Callable[..., Any], query: jax.Array, prefix: Prefix) -> Any:
-  """Return attend(query [B / G, …], prefix [KV, P, head_dim]) of each of G prefixes, with all rows in one axis again."""
+  """Return attend(query [B / G, …], prefix [KV, P, head_dim]) of all G prefixes, with the rows in one axis again."""
 
   def apart(array: jax.Array | None) -> jax.Array | None:
     return None if array is None else array.reshape(prefix.key.shape[0], -1, *array.shape[1:])

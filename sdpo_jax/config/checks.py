@@ -122,6 +122,22 @@ def _check_cartridge(config: schema.Sections) -> None:
       f'model.cartridge.{name} is empty, and initializer={initializer!r} begins with its first tokens: name a text '
       'file, or another initializer.',
     )
+  held, asked = cartridge.chunks_held, config.data.train_batch_size
+  _require(
+    held is None or held >= asked,
+    f'model.cartridge.chunks_held={held} is fewer than data.train_batch_size={asked}, and each question may ask about '
+    'another chunk: raise it, or leave it at None.',
+  )
+  _require(
+    not cartridge.teacher_scope == 'chunk' or sd.teacher_context == 'prompt' or not cartridge.document,
+    f"model.cartridge.teacher_scope='chunk' with {_DISTILLATION}.teacher_context={sd.teacher_context!r}: set "
+    "teacher_context to 'prompt'.",
+  )
+  _require(
+    cartridge.teacher_scope == 'chunk' or ',' not in cartridge.document,
+    f'model.cartridge.document={cartridge.document} names several files, and the teacher reads one of them only with '
+    "teacher_scope='chunk': set it, or join the files.",
+  )
   _require(
     not config.actor.pack_sequences,
     'actor.pack_sequences=true with model.cartridge: rows hold one sample each, after the slots; set it to false.',

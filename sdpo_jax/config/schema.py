@@ -63,7 +63,21 @@ class CartridgeConfig:
   document: str = setting(
     '',
     "Text file, local or gs://…, that the teacher reads before every prompt: as the system message if the model's "
-    'chat template supports one, otherwise as plain text.',
+    'chat template supports one, otherwise as plain text. Several are divided by commas.',
+  )
+  teacher_scope: Literal['full', 'chunk'] = setting(
+    'full',
+    "What the teacher reads before a prompt. 'full': the document; 'chunk': only the window that the prompt was "
+    'written about, which its row names, so that documents may be longer than the context.',
+  )
+  max_chunk: int = setting(
+    4352, 'Maximum number of tokens of a chunk, with those of the chat template.', Range(at_least=1, unit='tokens')
+  )
+  chunks_held: int | None = setting(
+    None,
+    'Number of chunks whose keys and values stay in memory; others are read when a batch asks about them. None: '
+    'data.train_batch_size.',
+    Range(at_least=1, unit='chunks', why='None holds those of a generation batch'),
   )
   initializer: Literal['document', 'text', 'random'] = setting(
     'document',
@@ -79,7 +93,7 @@ class CartridgeConfig:
   )
   divide_document: bool | None = setting(
     None,
-    'Whether the document is divided among the devices, to which prompts are sent (true), or each mesh.tensor group '
+    'Whether documents are divided among the devices, to which prompts are sent (true), or each mesh.tensor group '
     'holds all of it (false). None: true if all of it would take more than an eighth of the memory of a TPU.',
   )
   path: str = setting(

@@ -139,6 +139,12 @@ class Document:
     start = int(draw.integers(0, len(self) - length, endpoint=True))
     return start, start + length
 
+  def spaced_window(self, index: int, count: int, length: int) -> tuple[int, int]:
+    """Return a window of `length` tokens; of `count` of them, the first begins and the last ends the document."""
+    length = min(length, len(self))
+    start = index * (len(self) - length) // max(count - 1, 1)
+    return start, start + length
+
   def passage(self, window: tuple[int, int]) -> str:
     """Return the text of a window; a character made up of several tokens is included whole."""
     first, end = window

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import re
 from typing import Any, Protocol
 
@@ -53,6 +54,7 @@ class SynthesisOptions:
   seed_weights: tuple[float, ...] = ()  # Relative frequencies of the types; empty: equal.
   min_window: int = 512  # Tokens of the document.
   max_window: int = 4096
+  windows: int | None = None  # Number of different windows, evenly spaced; None: each is drawn.
   per_window: int = 4  # Messages per window and request, which share the prompt's prefill.
   temperature: float = 0.6
   max_tokens: int = 512  # Per message.
@@ -158,7 +160,10 @@ class Asker:
     draw = np.random.default_rng([options.seed, round_number, number])
     weights = options.seed_weights or (1.0,) * len(options.seed_types)
     kind, request = self_study.draw_request(draw, options.seed_types, weights)
-    start, end = document.draw_window(draw, options.min_window, options.max_window)
+    if options.windows is None:
+      start, end = document.draw_window(draw, options.min_window, options.max_window)
+    else:
+      start, end = document.spaced_window(int(draw.integers(options.windows)), options.windows, options.max_window)
     while True:
       messages = self._conversation(document.passage((start, end)), request)
       [tokens] = chat_tokens(self._tokenizer, [messages], self._chat)
@@ -171,9 +176,9 @@ class Asker:
 class Pool:
   """The messages that have been kept so far, and the number of dropped ones by reason."""
 
-  def __init__(self, is_short: Callable[[str], bool]):
-    """Make an empty pool; `is_short` tells whether a message fits a prompt."""
-    self._is_short = is_short
+  def __init__(self, is_short: Callable[[str], bool], document: str):
+    """Make an empty pool of messages about a file; `is_short` tells whether a message fits a prompt."""
+    self._is_short, self._document = is_short, document
     self._seen: set[str] = set()
     self.rows: list[Row] = []
     self.drawn = 0
@@ -212,6 +217,7 @@ class Pool:
           'id': f'{round_number}-{number}',
           'window_start': ask.window[0],
           'window_end': ask.window[1],
+          'document': self._document,  # For runs on several.
         }
       )
     return Round(rows, len(messages), dict(dropped))
@@ -334,7 +340,8 @@ def synthesize(
     file.check(overwrite)
     left = file.rounds(overwrite)
   left = gathered(left, 'what is left of an interrupted command')[0]
-  pool = Pool(lambda message: _fits(tokenizer, message, config.data.max_prompt_length, as_asked))
+  is_short = functools.partial(_fits, tokenizer, limit=config.data.max_prompt_length, chat=as_asked)
+  pool = Pool(is_short, os.path.basename(document))
   for result in left:
     pool.extend(result)
   if left:

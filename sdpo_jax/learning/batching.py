@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sdpo_jax.learning import packing
-from sdpo_jax.models.policy import Policy
+from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets, bucket
@@ -113,6 +113,7 @@ class GenerationBatch:
   references: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   signal: TeacherSignal | None = None  # From an external teacher: token_ids and log_probs [N, T, K].
   present: np.ndarray | None = None  # [N] bool, samples that exist; None: all. The others have no tokens.
+  members: np.ndarray | None = None  # [N] int32, see `TokenRows`; None: no policy needs them.
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
@@ -477,9 +478,12 @@ def _micro_batch(
   def fit_float(values: np.ndarray | None) -> np.ndarray | None:
     return None if values is None else fit(values, dtype=np.dtype(np.float32))
 
+  members = None
+  if batch.members is not None:
+    members = np.array([batch.members[row[0]] if row else NO_MEMBER for row in ids], np.int32)
   arrays = Batch(
-    student=packing.packed_rows(student, prompt + width, width),
-    teacher=packing.packed_rows(teacher, reprompt + width, width, share) if teacher else None,
+    student=packing.packed_rows(student, prompt + width, width).replace(members=members),
+    teacher=packing.packed_rows(teacher, reprompt + width, width, share).replace(members=members) if teacher else None,
     targets=fit(rollouts.completion_tokens),
     mask=fit_float(rollouts.completion_mask),
     old_log_probs=fit_float(batch.old_log_probs),

@@ -25,9 +25,12 @@ def tokens(config: Config, positions: int | None) -> int:
   cartridge, given = config.model.cartridge, config.plan.document_tokens
   if not cartridge.used or not objective_spec(config).needs_teacher:
     return 0
+  if cartridge.teacher_scope == 'chunk':
+    given = cartridge.max_chunk
   if given is None:
     return len(_read(config))
-  if cartridge.initializer == 'document' and not cartridge.path and given < cartridge.tokens:
+  begins = cartridge.initializer == 'document' and not cartridge.path and cartridge.teacher_scope == 'full'
+  if begins and given < cartridge.tokens:
     raise UserError(
       f'plan.document_tokens={given} is fewer than model.cartridge.tokens={cartridge.tokens}, which begin with the '
       'first tokens of the document: lower model.cartridge.tokens, or plan for a longer document.'

@@ -27,11 +27,11 @@ from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.signal import check_base
-from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
+from sdpo_jax.training import chunks, endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir
-from sdpo_jax.training.documents import read_texts
+from sdpo_jax.training.documents import read_at_once, read_texts
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.room import check_reprompts, check_room, check_writer
@@ -98,7 +98,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
 
   document = 0
   if config.model.cartridge.used:
-    document = len(read_texts(local, tokenizer, teaches=spec.needs_teacher).document or ())
+    read = read_texts(local, tokenizer, teaches=spec.needs_teacher).document
+    document = 0 if read is None else read_at_once(local, len(read))
   report.add('Model and devices', *_machine(local, policy, mesh, document))
   # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:
@@ -113,6 +114,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     check_writer(tokenizer, training, config, spec)
     graders.check_questions([*training, *held_out])
+    chunks.check(local, tokenizer, [*training, *(held_out if config.trainer.test_divergence else ())])
     report.odd += graders.unread_remarks([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, local, workdir, tokenizer, graders)

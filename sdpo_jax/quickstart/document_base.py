@@ -37,6 +37,7 @@ class DocumentRecipe(TinyRecipe):
   warmup_steps: int = 10
   facts: int = facts.FACTS  # Per document at most; documents have at least half as many.
   documents: int = 6  # Per step.
+  filler: int = 0  # Other words between the facts of a document at most, for documents of which little is asked.
   short_facts: int = 16
   short_documents: int = 16
   hidden_size: int = 128
@@ -79,7 +80,14 @@ def train(recipe: DocumentRecipe, announce: Callable[[str], None] = lambda text:
   def rows_of(number: int) -> Rows:
     short = 3 * number < recipe.steps
     most, count = (recipe.short_facts, recipe.short_documents) if short else (recipe.facts, recipe.documents)
-    return collate([facts.draw(rng, int(rng.integers(-(-most // 2), most + 1))) for _ in range(count)], most)
+    documents = [facts.draw(rng, int(rng.integers(-(-most // 2), most + 1))) for _ in range(count)]
+    filler = recipe.filler // 4 if short else recipe.filler
+    return collate(
+      documents,
+      most,
+      [scattered(rng, each, int(rng.integers(filler + 1))) for each in documents],
+      1 + 4 * most + filler,
+    )
 
   def say(loss: jax.Array, right: jax.Array) -> str:
     return f'cross-entropy {float(loss):.4f} nats a token, {float(right):.1%} of answers right'
@@ -93,19 +101,32 @@ def train(recipe: DocumentRecipe, announce: Callable[[str], None] = lambda text:
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def collate(documents: Sequence[facts.Document], most: int) -> Rows:
+def scattered(rng: np.random.Generator, document: facts.Document, filler: int) -> list[str]:
+  """Return the words of a document with `filler` second values between its facts, which belong to none."""
+  words = facts.write(document).split()
+  for place in np.sort(rng.integers(len(document) + 1, size=filler))[::-1]:
+    words.insert(4 * int(place), str(rng.choice(facts.SECOND)))
+  return words
+
+
+def collate(
+  documents: Sequence[facts.Document], most: int, texts: Sequence[Sequence[str]] = (), room: int | None = None
+) -> Rows:
   """Return documents with `most` questions each as arrays; each question sees its document but no other question.
 
   Args:
     documents: B documents of at most `most` facts; shorter ones repeat some questions.
     most: Q.
+    texts: the words of each document; empty: those of its facts.
+    room: tokens of the longest document; None: of `most` facts.
   """
-  room, length = 1 + 4 * most, 4  # Tokens of a document, and of a question with its answer but its last token.
+  texts = texts or [facts.write(document).split() for document in documents]
+  room, length = room or 1 + 4 * most, 4  # The latter are the tokens of a question with its answer but its last.
   tokens = np.zeros((len(documents), room + length * most), np.int32)
   positions, segment_ids, parents = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(tokens)
   answers = np.zeros((len(documents), most, 3), np.int32)
   for row, document in enumerate(documents):
-    text = [tokenizer.token_of(word) for word in (tokenizer.BEGIN, *facts.write(document).split())]
+    text = [tokenizer.token_of(word) for word in (tokenizer.BEGIN, *texts[row])]
     tokens[row, : len(text)] = text
     positions[row, : len(text)] = np.arange(len(text))
     segment_ids[row, : len(text)] = 1

@@ -87,7 +87,7 @@ def document_teacher(config: Config, policy: DecoderPolicy, model: Tree, documen
 
 
 def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh, tokens: int) -> Teacher:
-  """Return `document_teacher` for a document of `tokens` tokens, with abstract arrays with shardings as its base."""
+  """Return the teacher that reads `tokens` tokens, or chunks of as many, with abstract arrays as its base."""
   reader = _reader(config, policy, tokens)
   rows = reader.adapter.rows(policy.base_policy().parameter_table(), policy.dtype)
   return Teacher(reader, abstract_table(rows, mesh), beside_student=True)
@@ -96,7 +96,9 @@ def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.s
 def reading_programs(
   config: Config, policy: DecoderPolicy, base: Tree, mesh: jax.sharding.Mesh, tokens: int
 ) -> tuple[dict[str, Program], int]:
-  """Return the programs with which `document_teacher` reads a document of `tokens` tokens; no training step uses them.
+  """Return the programs with which a teacher reads a document, or one chunk, of `tokens` tokens.
+
+  Training steps use them for chunks only.
 
   Args:
     config: settings with a cartridge.
@@ -133,6 +135,12 @@ def reading_programs(
     capacity=prefix.room,
     rows=1,
   )
+  bank = _reader(config, policy, tokens)
+  if bank.pooled:
+    number = jax.ShapeDtypeStruct((), np.int32)
+    kept = abstract_table(bank.adapter.rows(alone.parameter_table(), policy.dtype), mesh)
+    arguments, holds = (kept, held, number, number), ('teacher base', 'batch', 'batch', 'batch')
+    found['document/keep'] = Program('keep chunk', kv_prefix.bank_writer(bank), arguments, holds=holds)
   return found, len(starts)
 
 

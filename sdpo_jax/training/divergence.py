@@ -52,6 +52,7 @@ def measure(
       'cartridge here: set trainer.test_divergence=false.'
     )
   prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
+  members = session.members(examples)
   writers = {
     ON_STUDENT: (session.sampler, session.base, trainable),
     ON_TEACHER: session.teacher_writer,
@@ -68,9 +69,10 @@ def measure(
       max_tokens=config.data.max_response_length,
       seed=seed,
       step=0,
+      members=members,
       between=stop.check,
     )
-    values = values_of_tokens(session, prompts, rollouts, score, stop)
+    values = values_of_tokens(session, prompts, rollouts, score, stop, members)
     for source, samples in samples_by_source(examples, rollouts.group).items():
       mean = float(values[samples][rollouts.completion_mask[samples]].astype(np.float64).mean())
       metrics.setdefault(source, {})[name] = mean
@@ -83,6 +85,7 @@ def values_of_tokens(
   rollouts: Rollouts,
   score: Callable[[TokenRows, jax.Array, jax.Array], jax.Array],
   stop: Stop,
+  members: np.ndarray | None = None,
 ) -> np.ndarray:
   """Return a value of each token of completions, [N, T] float32; 0 after their ends.
 
@@ -92,12 +95,14 @@ def values_of_tokens(
     rollouts: N completions.
     score: maps (rows, targets, mask) of a micro-batch to the values of its tokens, [B, T].
     stop: whether the run is to stop; checked before each micro-batch.
+    members: [G] from `Session.members`, if `score` reads them.
   """
   batch = batching.GenerationBatch(
     prompts=[prompts[group] for group in rollouts.group],
     teacher_prompts=None,
     rollouts=rollouts,
     distill_mask=np.zeros(rollouts.completion_mask.shape, np.float32),
+    members=None if members is None else members[rollouts.group],
   )
   found = np.zeros(rollouts.completion_mask.shape, np.float32)
   for micro in batching.student_micro_batches(batch, batch_spec(session.config), session.mesh.size):

@@ -54,9 +54,10 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
         f'{SECTION}.document is empty, but the teacher of a cartridge is the model reading a document: name a text '
         'file.'
       )
-    _check_size(config, tokenizer)
+    if cartridge.teacher_scope == 'full':
+      _check_size(config, tokenizer)
     document = read_document(config, tokenizer)
-    check_length(config, len(document), context_length(config.model.path))
+    check_length(config, read_at_once(config, len(document)), context_length(config.model.path))
   setting = {'document': 'document', 'text': 'init_text', 'random': None}[cartridge.initializer]
   if setting is not None and not cartridge.path:
     known = document if setting == 'document' else None
@@ -93,19 +94,35 @@ def _ended(initial: list[int], tokenizer: Tokenizer, chat: ChatFormat) -> list[i
 
 
 def read_document(config: Config, tokenizer: Tokenizer) -> list[int]:
-  """Return the tokens of `model.cartridge.document`, as placed before a conversation; errors as in `read_texts`."""
+  """Return the tokens of `model.cartridge.document`, as placed before a conversation; errors as in `read_texts`.
+
+  Of several files, those of each follow one another.
+  """
   return _tokens(config, tokenizer, 'document')
 
 
+def read_at_once(config: Config, document: int) -> int:
+  """Return the tokens that the teacher reads before a prompt: those of a document of this length, or of a chunk."""
+  return document if config.model.cartridge.teacher_scope == 'full' else config.model.cartridge.max_chunk
+
+
+def files_of(setting: str) -> list[str]:
+  """Return the text files that a setting names, divided by commas."""
+  return setting.split(',')
+
+
 def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
-  """Return the key-value prefix that holds the document of a teacher.
+  """Return the key-value prefix that holds the document of a teacher, or the bank of its chunks.
 
   Args:
     config: settings with a cartridge.
     policy: policy of the student or of the model alone, on its mesh.
-    length: number of tokens of the document.
+    length: number of tokens of the document, from `read_at_once`.
   """
-  prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
+  members = None
+  if config.model.cartridge.teacher_scope == 'chunk':
+    members = config.model.cartridge.chunks_held or config.data.train_batch_size
+  prefix, mesh = KVPrefix(length, length, within_windows=True, members=members), policy.backend.mesh
   if mesh is None or mesh.size == 1 or config.model.cartridge.divide_document is False:
     return prefix
   if config.model.cartridge.divide_document is None:
@@ -119,10 +136,33 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
 
 def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
   """Return the tokens of the file that a setting names, as placed before a conversation."""
-  file, chat = getattr(config.model.cartridge, setting), chat_format(config)
-  text = read_text(file, f'name a text file in {SECTION}.{setting}')
+  named, found = getattr(config.model.cartridge, setting), []
+  for file in files_of(named) if setting == 'document' else [named]:
+    found += tokens_before(config, tokenizer, text_of(file, f'{SECTION}.{setting}'), file)
+  return found
+
+
+def text_of(file: str, setting: str) -> str:
+  """Return the text of a file that a setting names; raises UserError if it cannot be read or is empty."""
+  text = read_text(file, f'name a text file in {setting}')
   if not text.strip():
-    raise UserError(f'{file} is empty: name a file with text in {SECTION}.{setting}.')
+    raise UserError(f'{file} is empty: name a file with text in {setting}.')
+  return text
+
+
+def tokens_before(config: Config, tokenizer: Tokenizer, text: str, file: str) -> list[int]:
+  """Return the tokens of a text as placed before a conversation.
+
+  Args:
+    config: settings with a cartridge.
+    tokenizer: tokenizer of the model.
+    text: the text.
+    file: where it is from, for messages.
+
+  Raises:
+    UserError: the chat template refuses the text, or no slots can replace it.
+  """
+  chat = chat_format(config)
   try:
     tokens = document_tokens(tokenizer, text, chat)
     split = _is_split(tokenizer, text, tokens, chat)

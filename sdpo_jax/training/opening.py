@@ -22,6 +22,7 @@ from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
+from sdpo_jax.training.chunks import ChunkBank, Chunks
 from sdpo_jax.training.documents import Texts, read_texts
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec, teacher_spec, update_spec
@@ -154,9 +155,13 @@ def make_session(
   mesh = model_mesh(config, described, refit=refit)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
   teacher: Teacher | None = None  # The model itself.
+  chunks: ChunkBank | None = None
   if config.model.cartridge.used:
     texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
-    if texts.document is not None:
+    if texts.document is not None and config.model.cartridge.teacher_scope == 'chunk':
+      chunks = ChunkBank(config, policy, parameters, Chunks(config, tokenizer))
+      teacher = Teacher(chunks.policy, chunks.base, beside_student=True)
+    elif texts.document is not None:
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
@@ -186,6 +191,7 @@ def make_session(
     update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
     teachers_sampler=sampler(config, policy=reader.policy) if teacher is not None and writes else None,
+    chunks=chunks,
   )
   if feedback_writing.writes_itself(config):
     session.feedback_sampler = sampler(feedback_writing.sampler_settings(config), policy=policy)

@@ -140,7 +140,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     ),
     'digest': Program('digest', digests.program(leaves), (leaves,), holds=('state',)),
   }
-  batch_of = functools.partial(abstract_batch, _rows(run), spec=spec, mesh=mesh)
+  batch_of = functools.partial(abstract_batch, _rows(run), spec=spec, mesh=mesh, members=run.teacher.policy.pooled)
   trained = declared_buckets(config)
   share = batching.shares_prompts(batch_spec(config), *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
@@ -195,6 +195,7 @@ def abstract_batch(
   spec: ObjectiveSpec,
   mesh: jax.sharding.Mesh,
   share: bool = False,
+  members: bool = False,
 ) -> Batch:
   """Return a micro-batch as abstract arrays with shardings.
 
@@ -206,6 +207,7 @@ def abstract_batch(
     spec: terms of the loss, which determine the fields of the batch.
     mesh: mesh of the run.
     share: result of `batching.shares_prompts`.
+    members: whether rows name the prefixes that they read.
   """
   sharding = meshes.batch_sharding(mesh)
 
@@ -214,7 +216,8 @@ def abstract_batch(
 
   def side(room: int, share: bool = False) -> TokenRows:
     tokens = array(jnp.int32, room + response)
-    return TokenRows(tokens, tokens, tokens, array(jnp.int32, response), tokens if share else None)
+    own = array(jnp.int32) if members else None
+    return TokenRows(tokens, tokens, tokens, array(jnp.int32, response), tokens if share else None, own)
 
   per_token, signal = array(jnp.float32, response), None
   if spec.external_support is not None:
@@ -273,10 +276,11 @@ def measuring_programs(run: Run) -> dict[str, Program]:
     divergence = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   declared = declared_buckets(config)
   for lengths in itertools.product(declared.prompt, declared.response):
-    batch = abstract_batch(_rows(run), lengths[0], None, lengths[1], spec=objective_spec(config), mesh=mesh)
+    batch = functools.partial(abstract_batch, _rows(run), lengths[0], None, lengths[1], spec=objective_spec(config))
     of_micro_batch = functools.partial(_of_micro_batch, run, lengths=lengths, evaluation=True)
+    batch, compared = batch(mesh=mesh), batch(mesh=mesh, members=run.teacher.policy.pooled)
     if trainer.test_divergence:
-      arguments = run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask
+      arguments = run.base, run.trainable, run.teacher.base, compared.student, batch.targets, batch.mask
       holds = 'base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'
       found |= of_micro_batch('divergence', function=divergence, arguments=arguments, holds=holds)
     if trainer.test_perplexity:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
 from etils import epath
 import jax
+import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.learning.update import UpdateFunctions
@@ -16,7 +18,8 @@ from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.types import Tree
+from sdpo_jax.training.chunks import ChunkBank
+from sdpo_jax.types import Example, Tree
 
 
 @dataclasses.dataclass
@@ -42,6 +45,7 @@ class Session:
   teachers_sampler: Sampler | None = None  # None: the teacher samples nothing.
   feedback_sampler: Sampler | None = None  # For the student's own feedback; None: it writes none.
   feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.
+  chunks: ChunkBank | None = None  # What the teacher reads; None: it reads the same before every prompt.
 
   def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
     """Return the sampler, base and trainable tree for training completions (`rollout.sampled_by`).
@@ -52,6 +56,10 @@ class Session:
     if self.config.rollout.sampled_by == 'student':
       return self.sampler, self.base, trainable
     return self.teacher_writer
+
+  def members(self, examples: Sequence[Example]) -> np.ndarray | None:
+    """Return the place [G] of each question's chunk in the teacher's base, where it now is; None without chunks."""
+    return None if self.chunks is None else self.chunks.members(examples)
 
   @property
   def teacher_writer(self) -> tuple[Sampler, Tree, Tree]:

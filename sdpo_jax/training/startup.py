@@ -111,9 +111,11 @@ def _cartridge(session: Session) -> list[str]:
   prefix = session.policy.adapter if session.config.model.cartridge.used else None
   if prefix is None:
     return []
-  read = (
-    '' if session.teacher is None else f'; the teacher reads {counted(session.teacher.policy.adapter.slots, "token")}'
-  )
+  read = ''
+  if session.teacher is not None:
+    teacher = session.teacher.policy.adapter
+    chunks = '' if teacher.members is None else f' of a chunk, and {counted(teacher.members, "chunk")} are held'
+    read = f'; the teacher reads {counted(teacher.slots, "token")}{chunks}'
   return [f'  cartridge  {counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
 
 

@@ -139,6 +139,7 @@ def rollout_and_grade(
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
+  members = session.members(examples)  # First, as it may replace arrays of the teacher.
   sampler, base, trainable = session.writer(state.trainable)
   with GradingThread(graders, examples, config.rollout.n, stop) as grading:
     with timer('sample'):
@@ -151,6 +152,7 @@ def rollout_and_grade(
         max_tokens=config.data.max_response_length,
         seed=sampling_seed(state),
         step=step,
+        members=members,
         on_finished=grading.add,
         between=stop.check,
       )
@@ -240,6 +242,7 @@ def build_batch(
     graded=graded_rows,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
     present=graded.present,
+    members=None if (members := session.members(graded.examples)) is None else members[rollouts.group],
   )
   if spec.needs_advantages:
     batch.scored = graded_of(graded.outcomes)

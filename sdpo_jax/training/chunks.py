@@ -1,0 +1,165 @@
+"""A teacher that reads a part of a long text before each prompt: the chunk that the prompt was written about.
+
+Rows of prompts name their chunk as `window_start` and `window_end`, its first token and its end among those of the
+document's text, as `launch.synthesize` writes them, and with several documents the file as `document`. Keys and values
+of some chunks are held on the devices as a bank (`kv_prefix`), and those that a batch asks for and that are missing
+replace the chunks that have not been used for the longest time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sdpo_jax.config import Config
+from sdpo_jax.data.self_study import Document
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.models.adapters import kv_prefix
+from sdpo_jax.models.chat_template import PROBE
+from sdpo_jax.models.decoder import DecoderPolicy
+from sdpo_jax.rollout.weights import base_preparation
+from sdpo_jax.training import documents
+from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.types import Example, Tree
+
+FIELDS = 'window_start', 'window_end'
+
+
+class Chunk(NamedTuple):
+  """A part of a document."""
+
+  file: str
+  start: int  # Its first token, among those of the text without a template.
+  end: int
+
+
+class Chunks:
+  """The chunks that prompts ask about, as tokens before a conversation."""
+
+  def __init__(self, config: Config, tokenizer: Any):
+    """Make them from the documents that the settings name; a document is read when a row names it."""
+    self._config, self._tokenizer = config, tokenizer
+    self._documents: dict[str, Document] = {}
+    whole = documents.tokens_before(config, tokenizer, PROBE, documents.SECTION)
+    self._frame = len(whole) - len(tokenizer.encode(PROBE, add_special_tokens=False))
+
+  def _document(self, file: str) -> Document:
+    if file not in self._documents:
+      text = documents.text_of(file, f'{documents.SECTION}.document')
+      self._documents[file] = Document(text, self._tokenizer)
+    return self._documents[file]
+
+  def of(self, example: Example) -> Chunk:
+    """Return the chunk of a row.
+
+    Raises:
+      UserError: the row does not name one, or it is longer than `max_chunk` allows.
+    """
+    origin, cartridge = example.extra.get('origin', example.id), self._config.model.cartridge
+    files = documents.files_of(cartridge.document)
+    file, name = files[0], example.columns.get('document')
+    if len(files) > 1:
+      by_name = {os.path.basename(each): each for each in files}
+      if name not in by_name:
+        raise UserError(
+          f"{origin}: field 'document' is {short_repr(name)}, which names no file of {documents.SECTION}.document: it "
+          f'must be {" or ".join(by_name)}.'
+        )
+      file = by_name[name]
+    window = tuple(example.columns.get(field) for field in FIELDS)
+    if not all(isinstance(number, int) for number in window):
+      raise UserError(
+        f"{origin}: fields 'window_start' and 'window_end' are {short_repr(window)}, but {documents.SECTION}."
+        "teacher_scope='chunk' teaches each prompt by these tokens of the document: let launch.synthesize write the "
+        "prompts, add both fields, or set teacher_scope='full'."
+      )
+    start, end = window
+    count = len(self._document(file))
+    if not 0 <= start < end <= count:
+      raise UserError(f'{origin}: the window from token {start} to {end} is not in {file}, which has {count} tokens.')
+    if end - start + self._frame > cartridge.max_chunk:
+      raise UserError(
+        f'{origin}: the window has {end - start} tokens, and {self._frame} around them: raise {documents.SECTION}.'
+        f'max_chunk={cartridge.max_chunk}, or write prompts with a smaller --max_window.'
+      )
+    return Chunk(file, start, end)
+
+  def tokens(self, chunk: Chunk) -> list[int]:
+    """Return the tokens of a chunk before a conversation; errors as in `documents.tokens_before`."""
+    where = f'{chunk.file}, tokens {chunk.start} to {chunk.end}'
+    text = self._document(chunk.file).passage((chunk.start, chunk.end)).strip()
+    tokens = documents.tokens_before(self._config, self._tokenizer, text, where)
+    most = self._config.model.cartridge.max_chunk
+    if len(tokens) > most:
+      raise UserError(f'{where}, make {len(tokens)} tokens by themselves: raise {documents.SECTION}.max_chunk={most}.')
+    return tokens
+
+
+def check(config: Config, tokenizer: Any, examples: Sequence[Example]) -> None:
+  """Check that every question names its chunk, if the teacher reads one; errors as in `Chunks.of`."""
+  if config.model.cartridge.teacher_scope == 'chunk' and objective_spec(config).needs_teacher:
+    chunks = Chunks(config, tokenizer)
+    for example in examples:
+      chunks.of(example)
+
+
+class ChunkBank:
+  """Keys and values of chunks on the devices, of which every row of the teacher reads one."""
+
+  def __init__(self, config: Config, policy: DecoderPolicy, model: Tree, chunks: Chunks):
+    """Make a bank without chunks, and compile what reads one.
+
+    Args:
+      config: settings with a cartridge whose `teacher_scope` is 'chunk'.
+      policy: policy of the student, on its mesh.
+      model: parameters of the model alone.
+      chunks: the chunks of the prompts.
+    """
+    self._alone, self._model, self._chunks = policy.base_policy(), model, chunks
+    prefix = documents.prefix_of(config, policy, config.model.cartridge.max_chunk)
+    self.policy = dataclasses.replace(policy, adapter=prefix)
+    # Reading chunks replaces the arrays of this tree, which the teacher's base is.
+    self.base: Tree = kv_prefix.empty_slots(self._alone, prefix)
+    self._places: dict[Chunk, int] = {}  # The least recently used come first.
+    self._read({0: []})
+
+  def members(self, examples: Sequence[Example]) -> np.ndarray:
+    """Return the place [G] int32 of each question's chunk in the bank, after reading those that are not there.
+
+    Raises:
+      UserError: there are more different chunks than places, or as in `Chunks`.
+    """
+    wanted = [self._chunks.of(example) for example in examples]
+    different, room = dict.fromkeys(wanted), self.policy.adapter.members
+    if len(different) > room:
+      raise UserError(
+        f'{len(examples)} questions ask about {len(different)} chunks, and {room} are held at once: raise '
+        f'{documents.SECTION}.chunks_held.'
+      )
+    kept = {chunk: place for chunk, place in self._places.items() if chunk not in different}
+    known = {chunk: place for chunk, place in self._places.items() if chunk in different}
+    missing = [chunk for chunk in different if chunk not in known]
+    free = [place for place in range(room) if place not in {*kept.values(), *known.values()}]
+    while len(free) < len(missing):
+      free.append(kept.pop(next(iter(kept))))
+    placed = dict(zip(missing, free, strict=False))
+    self._places = kept | known  # If reading fails, the other places are still right.
+    self._read({place: self._chunks.tokens(chunk) for chunk, place in placed.items()})
+    self._places |= placed
+    return np.array([self._places[chunk] for chunk in wanted], np.int32)
+
+  def _read(self, texts: dict[int, list[int]]) -> None:
+    """Put texts, by their places, into the bank."""
+    if not texts:
+      return
+    room, parts = self.policy.adapter.slots, self.policy.adapter.parts
+    model = base_preparation(self._alone, self._alone.backend.mesh, self._model).run(self._model)
+    put = kv_prefix.bank_writer(self.policy)
+    for place, tokens in texts.items():
+      padded = [*tokens, *[0] * (room - len(tokens))]  # What comes after a text does not change its keys and values.
+      slots = kv_prefix.read_slots(self._alone, model, padded, parts)
+      self.base |= put(self.base, slots, np.int32(place), np.int32(len(tokens)))

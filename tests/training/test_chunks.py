@@ -1,0 +1,178 @@
+"""Runs whose teacher reads, before each prompt, the part of a document that the prompt was written about."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.data.prompts import ChatFormat, document_tokens
+from sdpo_jax.data.self_study import Document
+from sdpo_jax.distributed import accelerators
+from sdpo_jax.errors import UserError
+from sdpo_jax.planner.document import tokens as planned_tokens
+from sdpo_jax.training import chunks, documents, loop, step
+from sdpo_jax.training.opening import load_tokenizer
+from sdpo_jax.training.questions import training_questions
+from tests.training.cartridge_runs import changed, lines, log_probs, make_config, opened
+
+TEXTS = {
+  'one.txt': 'The keeper counts the boats at noon, and again when the tide has turned. Nobody else may count.\n' * 2,
+  'two.txt': 'A ledger lists what each boat has brought: nets, salt and rope. It is kept under the stairs.\n',
+}
+# (question, document, first token of its window, end of it)
+ROWS = (
+  ('Who counts?', 'one.txt', 0, 20),
+  ('And when?', 'one.txt', 11, 40),
+  ('What is in it?', 'two.txt', 3, 25),
+  ('Where is it kept?', 'two.txt', 3, 25),
+)
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory):
+  """Return the settings of a run on two documents."""
+  folder = tmp_path_factory.mktemp('chunks')
+  config = make_config(folder)
+  for name, text in TEXTS.items():
+    (folder / name).write_text(text)
+  rows = [dict(prompt=q, document=name, window_start=start, window_end=end) for q, name, start, end in ROWS]
+  (folder / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  config.data.train_batch_size, config.rollout.n = 4, 2
+  config.actor.ppo_mini_batch_size = 4
+  named = ','.join(str(folder / name) for name in TEXTS)
+  return changed(config, document=named, tokens=12, teacher_scope='chunk', max_chunk=64).validate()
+
+
+def tokens_of(tokenizer, row):
+  """Return the tokens that the teacher reads before a row of `ROWS`: its window, as the template's system message."""
+  _, name, start, end = row
+  return document_tokens(tokenizer, Document(TEXTS[name], tokenizer).passage((start, end)), ChatFormat())
+
+
+def graded_batch(session, state, examples):
+  """Return (graded rollouts, batch) of a step on these questions."""
+  from sdpo_jax.environments.grading import Graders
+
+  with Graders(session.config.environments) as graders:
+    graded = step.rollout_and_grade(session, graders, state, examples, 1, step.Timer())
+  context = step.build_teacher_prompts(session, graded, step.sampling_seed(state), 1)
+  return graded, step.build_batch(session, state, graded, context, {})
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'divided'),
+  [
+    (MeshConfig(1, 1), None),
+    *(pytest.param(MeshConfig(4, 2), divided, marks=pytest.mark.slow) for divided in (None, True)),
+  ],
+)
+def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh, divided):
+  """The divergence is that from what transformers says behind the chunk; three places serve any number of chunks."""
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[: mesh.fsdp * mesh.tensor])
+  config = changed(config, mesh, divide_document=divided)
+  session, state = opened(config, tmp_path)
+  bank = session.teacher.policy.adapter
+  assert (bank.slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
+  examples = training_questions(config, session.tokenizer).questions
+  graded, batch = graded_batch(session, state, examples)
+  reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
+  rollouts, first = graded.rollouts, documents.read_document(config, session.tokenizer)[:12]
+  lengths, expected = rollouts.completion_mask.sum(1).tolist(), []
+  for sample, length in enumerate(lengths):
+    group = rollouts.group[sample]
+    row = [*graded.prompts[group], *rollouts.completion_tokens[sample, :length].tolist()]
+    whole = torch.tensor([[*tokens_of(session.tokenizer, ROWS[group]), *row]])
+    with torch.no_grad():
+      teacher = reference(whole).logits[0, -length - 1 : -1].log_softmax(-1).numpy()
+    [student] = log_probs(config, [[*first, *row]], [length])
+    expected.append(np.sum(np.exp(teacher) * (teacher - student), axis=-1))
+  _, report = step.run_update(session, state, batch)
+  for sample, length in enumerate(lengths):
+    found = report.token_values['divergence'][sample, :length]
+    np.testing.assert_allclose(found, expected[sample], rtol=1e-4, atol=2e-6)
+  assert np.concatenate(expected).mean() > 0.01
+
+
+def test_chunks_that_were_not_used_for_long_make_room(config, tmp_path, monkeypatch):
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+  config = changed(config, MeshConfig(1, 1))
+  tokenizer = load_tokenizer(config)
+  examples = training_questions(config, tokenizer).questions
+  session, _ = opened(changed(config, chunks_held=4), tmp_path)
+  more = [dataclasses.replace(examples[0], columns=examples[0].columns | {'window_end': end}) for end in (15, 16, 17)]
+  read = []
+  monkeypatch.setattr(
+    chunks.Chunks, 'tokens', lambda self, chunk, of=chunks.Chunks.tokens: read.append(chunk) or of(self, chunk)
+  )
+  places = session.members(examples).tolist()
+  assert places == [0, 1, 2, 2] and len(read) == 3
+  assert session.members(examples[1:3]).tolist() == [1, 2] and len(read) == 3
+  assert session.members([examples[1], more[0]]).tolist() == [1, 3] and len(read) == 4
+  # The first chunk is the one not used for the longest time.
+  assert session.members(more[:2]).tolist() == [3, 0] and len(read) == 5
+  assert session.members(examples[:1]).tolist() == [2] and len(read) == 6
+  counts = np.asarray(session.teacher.base['layers']['prefix']['filled'])
+  wanted = {0: 16, 2: 20, 3: 15}  # Place → tokens of the text; the template adds as many to each.
+  frame = {counts[0, place] - count for place, count in wanted.items()}
+  assert len(frame) == 1 and min(frame) > 0
+  with pytest.raises(UserError, match='5 questions ask about 5 chunks, and 4 are held at once: raise .*chunks_held'):
+    session.members([*examples[:2], *more])
+
+
+def test_a_run_samples_learns_and_evaluates_with_chunks(config, tmp_path, monkeypatch):
+  """Also if the teacher writes the answers; all programs are compiled before the first step, and it can be resumed."""
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+  config = changed(config, MeshConfig(1, 1))
+  config = dataclasses.replace(
+    config,
+    data=dataclasses.replace(config.data, val_files=config.data.train_files),
+    rollout=dataclasses.replace(config.rollout, sampled_by='teacher'),
+    trainer=dataclasses.replace(config.trainer, test_freq=1, test_divergence=True, total_training_steps=2, save_freq=1),
+  ).validate()
+  loop.train(config, tmp_path / 'whole')
+  whole = lines(tmp_path / 'whole')
+  assert [line['programs/compiled'] for line in whole if 'train/loss' in line] == [0, 0]
+  one = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, total_training_steps=1))
+  loop.train(one, tmp_path / 'two')
+  loop.train(config, tmp_path / 'two')
+  last = [found[-1] for found in (whole, lines(tmp_path / 'two'))]
+  for name in ('train/loss', 'eval/rows/kl_on_student', 'eval/rows/kl_on_teacher'):
+    assert last[0][name] == last[1][name] > 0
+  assert planned_tokens(config, 1024) == 64
+
+
+@pytest.mark.parametrize(
+  ('row', 'says'),
+  [
+    ({}, r"rows.jsonl, line 1: .*'window_start' and 'window_end' are \(None, None\)"),
+    ({'document': 'three.txt'}, "line 1: field 'document' is 'three.txt', .* one.txt or two.txt"),
+    ({'window_start': 3, 'window_end': 3}, 'window from token 3 to 3 is not in .*one.txt, which has'),
+    ({'window_start': 0, 'window_end': 10**6}, 'window from token 0 to 1000000 is not in'),
+    ({'window_start': 0, 'window_end': 40, 'max_chunk': 20}, 'has 40 tokens, and .* around them: raise .*max_chunk=20'),
+  ],
+)
+def test_faulty_windows_end_the_run_at_its_start(config, tmp_path, row, says):
+  most = row.pop('max_chunk', 64)
+  rows = [{'prompt': 'Who?', 'document': 'one.txt', **row}]
+  (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows * 4))
+  data = dataclasses.replace(config.data, train_files=(str(tmp_path / 'rows.jsonl'),))
+  config = changed(dataclasses.replace(config, data=data), max_chunk=most)
+  with pytest.raises(UserError, match=says):
+    loop.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_settings_that_contradict_are_refused(config):
+  for settings, says in (
+    ({'chunks_held': 2}, 'chunks_held=2 is fewer than data.train_batch_size=4'),
+    ({'teacher_scope': 'full', 'max_chunk': 4352}, 'names several files'),
+  ):
+    with pytest.raises(UserError, match=says):
+      changed(config, **settings).validate()
