@@ -242,13 +242,15 @@ class Decoder(nnx.Module):
         x, store = layer(block, block.slots(), x, store, index)
     else:
       graph, stacked = nnx.split(self.layers)
+      # Join the slots of all layers at once, which a decode loop then does once, not in every layer of every step.
+      slots = self.layers.slots()
+      bank = slots if self._has_bank else None  # A scan would copy all of a layer, of which few rows read little.
 
       def scanned(carry, inputs):
         state, prefix, index = inputs
-        return layer(nnx.merge(graph, state), prefix, *carry, index), None
+        return layer(nnx.merge(graph, state), bank or prefix, *carry, index), None
 
-      # Join the slots of all layers at once, which a decode loop then does once, not in every layer of every step.
-      inputs = stacked, self.layers.slots(), jnp.arange(config.layers, dtype=jnp.int32)
+      inputs = stacked, None if bank else slots, jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
       filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -268,11 +270,15 @@ class Decoder(nnx.Module):
     stacked, places = jnp.stack(made), jnp.asarray(config.layer_ropes, jnp.int32)
     return lambda layer: lax.dynamic_index_in_dim(stacked, places[layer], keepdims=False)
 
+  @property
+  def _has_bank(self) -> bool:
+    return isinstance(self.adapter, kv_prefix.KVPrefix) and self.adapter.members is not None
+
   def _slots_before(self, members: jax.Array | None) -> jax.Array | int:
     """Return the number of slots before the tokens; [B, 1] int32 if every row reads a prefix of its own."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return 0
-    if self.adapter.members is None:
+    if not self._has_bank:
       return self.adapter.slots
     first = self.layers[0] if isinstance(self.layers, nnx.List) else self.layers
     counts = first.slots().filled.reshape(-1, self.adapter.members)[0]
@@ -284,15 +290,18 @@ class Decoder(nnx.Module):
     """Return the prefix of a layer with what each row sees of it: its filled slots, and the first [B, S] in a window.
 
     Args:
-      prefix: from `Block.slots`.
+      prefix: from `Block.slots`; that of a bank may be of all layers.
       members: [B] int32, the prefix of a bank that each row reads.
       positions: [B, S] int32, after the slots.
       layer: index of the layer.
     """
     if prefix is None:
       return prefix
-    if self.adapter.members is not None:
-      prefix = prefix.replace(index=members, filled=_of_members(prefix.filled, members))
+    if self._has_bank:
+      count, filled = self.adapter.members, prefix.filled.reshape(-1, self.adapter.members)[0]
+      key, value = (array.reshape(-1, *array.shape[-3:]) for array in (prefix.key, prefix.value))
+      first = layer * count if len(key) > count else 0
+      prefix = prefix.replace(key=key, value=value, index=first + members, filled=_of_members(filled, members))
     elif self.adapter.filling:
       prefix = prefix.replace(filled=positions[0, 0])
     elif self.adapter.room > self.adapter.slots:

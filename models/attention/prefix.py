@@ -45,7 +45,12 @@ def of_rows(prefix: Prefix | None) -> Prefix | None:
   """Return the prefix without an `index`: with a copy for each row of what it reads, [B, KV, P, head_dim]."""
   if prefix is None or prefix.index is None:
     return prefix
-  key, value = (jnp.take(array, prefix.index, axis=0, mode='clip') for array in (prefix.key, prefix.value))
+
+  def read(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tuple(lax.dynamic_index_in_dim(array, index, keepdims=False) for array in (prefix.key, prefix.value))
+
+  # One row after the other: for a gather, a TPU first copies all N prefixes.
+  key, value = lax.map(read, prefix.index)
   return prefix.replace(key=key, value=value, index=None)
 
 
