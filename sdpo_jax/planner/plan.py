@@ -220,7 +220,8 @@ class Plan:
   slots_gib: float = 0.0  # GiB per chip of the trained slots.
   moments_gib: float = 0.0  # GiB per chip of their optimizer state.
   document_gib: float = 0.0  # GiB per chip of the document as the teacher reads it.
-  reading_parts: int = 0  # Parts of the document, read one after the other, once per run.
+  chunks: int | None = None  # Chunks that are held; None: the teacher reads the whole document.
+  reading_parts: int = 0  # Parts of the document, read one after the other, once per run, or of a chunk.
   reading_seconds: float = 0.0  # Time to read the document.
 
   def to_json(self) -> dict[str, Any]:
@@ -314,6 +315,7 @@ def make(
   made = _summary(scenario, policy, topology, source, estimates, work, used, resident)
   read = estimates.get(READING)
   if read is not None:
+    made.chunks = teacher.policy.adapter.members
     made.reading_parts, made.reading_seconds = parts, math.nan if read.error else parts * read.seconds
   return made
 

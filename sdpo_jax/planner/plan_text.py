@@ -119,14 +119,15 @@ def cartridge(plan: Plan) -> str:
     f'{plan.frozen_slots:,} frozen, counted with the base.'
   ]
   if plan.assumptions.document:
+    tokens = counted(plan.assumptions.document, 'token')
+    read = f"the document's {tokens}" if plan.chunks is None else f'{counted(plan.chunks, "chunk")} of up to {tokens}'
     sentences.append(
-      f"Keys and values of the document's {counted(plan.assumptions.document, 'token')} take "
-      f'{_number(plan.document_gib)} GiB per chip, once, in addition to the base.'
+      f'Keys and values of {read} take {_number(plan.document_gib)} GiB per chip, once, in addition to the base.'
     )
   if plan.reading_parts:
+    when = 'It is read once per run' if plan.chunks is None else 'A chunk is read when a batch asks about it'
     sentences.append(
-      f'It is read once per run, in {counted(plan.reading_parts, "part")}, which takes '
-      f'{_number(plan.reading_seconds)} s.'
+      f'{when}, in {counted(plan.reading_parts, "part")}, which takes {_number(plan.reading_seconds)} s.'
     )
   return ' '.join(sentences)
 
