@@ -25,6 +25,7 @@ OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that alre
 command.define_config()
 command.define_adapter('It is evaluated with the --model that it was trained on.')
 command.define_cartridge('It is evaluated with the --model that it was trained for.')
+command.define_positions()
 command.define_cluster()
 
 

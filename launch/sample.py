@@ -45,6 +45,7 @@ flags.DEFINE_string(
 )
 command.define_adapter('It goes with the --model that it was trained on.')
 command.define_cartridge('It goes with the --model that it was trained for.')
+command.define_positions()
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
 PROMPTS = flags.DEFINE_string(
   'prompts', None, 'File of prompts instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'

@@ -132,20 +132,22 @@ class Block(nnx.Module):
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
-    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without a prefix.
-
-    Those of a bank are [N, KV, P, head_dim], with the number of slots filled, [N].
-    """
-    if not isinstance(self.adapter, kv_prefix.KVPrefix):
+    """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without any."""
+    if not isinstance(self.adapter, kv_prefix.KVPrefix) or not self.adapter.slots:
       return None
     parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
     held = [[self._parameter(name) for name in names] for names in parts if names[0] in self.names]
     return Prefix(
       *(jnp.concatenate(arrays, axis=-2) for arrays in zip(*held, strict=True)),
-      filled=None if self.adapter.members is None else self._parameter(slot_names.FILLED).astype(jnp.int32),
       divided=self.adapter.parts is not None,
       trained=self.adapter.trained,
     )
+
+  def bank(self) -> Prefix:
+    """Return the prefixes of a bank, [N, KV, slots, head_dim], with the number of slots filled, [N]; or [L, …]."""
+    names = slot_names.BANK_KEY, slot_names.BANK_VALUE, slot_names.FILLED
+    key, value, filled = map(self._parameter, names)
+    return Prefix(key, value, filled=filled.astype(jnp.int32), divided=self.adapter.parts is not None)
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
     """Return x after the norm with the weight `name`; x itself if the layer has no such norm."""
@@ -223,8 +225,10 @@ class Decoder(nnx.Module):
       mix = mix_as(backend, positions, segment_ids, cache)
     row_axes, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
-    def layer(block, prefix, x, store, index):
-      prefix = self._seen(prefix, members, after_slots, index)
+    reads_bank = members is not None and self._has_bank
+
+    def layer(block, prefix, bank, x, store, index):
+      prefix = self._seen(prefix, bank, members, after_slots, index)
 
       def mix_and_store(query, key, value):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
@@ -239,18 +243,19 @@ class Decoder(nnx.Module):
       x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if isinstance(self.layers, nnx.List):
       for index, block in enumerate(self.layers):
-        x, store = layer(block, block.slots(), x, store, index)
+        bank = block.bank() if reads_bank else None
+        x, store = layer(block, block.slots(), bank, x, store, index)
     else:
       graph, stacked = nnx.split(self.layers)
       # Join the slots of all layers at once, which a decode loop then does once, not in every layer of every step.
-      slots = self.layers.slots()
-      bank = slots if self._has_bank else None  # A scan would copy all of a layer, of which few rows read little.
+      # A scan would copy all of a layer's bank, of which few rows read little.
+      bank = self.layers.bank() if reads_bank else None
 
       def scanned(carry, inputs):
         state, prefix, index = inputs
-        return layer(nnx.merge(graph, state), bank or prefix, *carry, index), None
+        return layer(nnx.merge(graph, state), prefix, bank, *carry, index), None
 
-      inputs = stacked, None if bank else slots, jnp.arange(config.layers, dtype=jnp.int32)
+      inputs = stacked, self.layers.slots(), jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
       filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -275,33 +280,46 @@ class Decoder(nnx.Module):
     return isinstance(self.adapter, kv_prefix.KVPrefix) and self.adapter.members is not None
 
   def _slots_before(self, members: jax.Array | None) -> jax.Array | int:
-    """Return the number of slots before the tokens; [B, 1] int32 if every row reads a prefix of its own."""
+    """Return the number of slots before the tokens; [B, 1] int32 if rows read those of a bank."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return 0
-    if not self._has_bank:
+    if members is None or not self._has_bank:
       return self.adapter.slots
     first = self.layers[0] if isinstance(self.layers, nnx.List) else self.layers
-    counts = first.slots().filled.reshape(-1, self.adapter.members)[0]
-    return _of_members(counts, members)[:, None]
+    return self._filled(first.bank(), members)[:, None]
+
+  def _filled(self, bank: Prefix, members: jax.Array) -> jax.Array:
+    """Return the number [B] of slots that rows see: those of all rows, and those of their members of a bank."""
+    counts = jnp.take(bank.filled.reshape(-1, self.adapter.members)[0], members, mode='clip')
+    counts = jnp.where(members < 0, 0, counts)
+    return self.adapter.slots + (counts.sum(1) if counts.ndim == 2 else counts)
 
   def _seen(
-    self, prefix: Prefix | None, members: jax.Array | None, positions: jax.Array, layer: jax.Array | int
+    self,
+    prefix: Prefix | None,
+    bank: Prefix | None,
+    members: jax.Array | None,
+    positions: jax.Array,
+    layer: jax.Array | int,
   ) -> Prefix | None:
     """Return the prefix of a layer with what each row sees of it: its filled slots, and the first [B, S] in a window.
 
     Args:
-      prefix: from `Block.slots`; that of a bank may be of all layers.
-      members: [B] int32, the prefix of a bank that each row reads.
+      prefix: from `Block.slots`.
+      bank: from `Block.bank`, of this layer or of all; None: there is none, or no row reads it.
+      members: [B] or [B, K] int32, the prefixes of the bank that each row reads.
       positions: [B, S] int32, after the slots.
       layer: index of the layer.
     """
-    if prefix is None:
-      return prefix
-    if self._has_bank:
-      count, filled = self.adapter.members, prefix.filled.reshape(-1, self.adapter.members)[0]
-      key, value = (array.reshape(-1, *array.shape[-3:]) for array in (prefix.key, prefix.value))
-      first = layer * count if len(key) > count else 0
-      prefix = prefix.replace(key=key, value=value, index=first + members, filled=_of_members(filled, members))
+    if prefix is None and bank is None:
+      return None
+    if bank is not None:
+      key, value = (array.reshape(-1, *array.shape[-3:]) for array in (bank.key, bank.value))
+      first = layer * self.adapter.members if len(key) > self.adapter.members else 0
+      before = None if prefix is None else (prefix.key, prefix.value)
+      prefix = (prefix or bank).replace(
+        key=key, value=value, index=first + members, filled=self._filled(bank, members), before=before
+      )
     elif self.adapter.filling:
       prefix = prefix.replace(filled=positions[0, 0])
     elif self.adapter.room > self.adapter.slots:
@@ -388,11 +406,6 @@ class Decoder(nnx.Module):
     return (start, filled), (cache.lengths, filled_recent)
 
 
-def _of_members(numbers: jax.Array, members: jax.Array) -> jax.Array:
-  """Return each row's entry of `numbers` [N], by its member [B]; 0 for rows without one."""
-  return jnp.where(members < 0, 0, jnp.take(numbers, members, mode='clip'))
-
-
 def _remat(layer: Callable, remat: str) -> Callable:
   """Return the layer with rematerialisation in its backward pass.
 
@@ -452,6 +465,11 @@ class DecoderPolicy:
   def pooled(self) -> bool:
     """See `sdpo_jax.models.policy.Policy.pooled`."""
     return isinstance(self.adapter, (lora_pool.LoraPool, kv_prefix.KVPrefix)) and self.adapter.members is not None
+
+  @property
+  def members_at_once(self) -> int | None:
+    """See `sdpo_jax.models.policy.Policy.members_at_once`."""
+    return self.adapter.at_once if isinstance(self.adapter, kv_prefix.KVPrefix) else None
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
     """See `sdpo_jax.models.policy.Policy.on`."""

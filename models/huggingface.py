@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 
 from sdpo_jax.config import CartridgeConfig, ModelConfig
+from sdpo_jax.errors import UserError
 from sdpo_jax.models import checksums, exporting, parameters, placing, stored_tensors, tensor_files
 from sdpo_jax.models.adapters import lora, merging, peft_files, slot_names
 from sdpo_jax.models.adapters.cartridge import check_fits
@@ -151,13 +152,22 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
     UserError: the cartridge to start from cannot be read, or belongs to a model of other sizes.
   """
   slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
-  if config.path:
-    from sdpo_jax.models.adapters import named_cartridges  # Needed only to start from a cartridge.
+  from sdpo_jax.models.adapters import named_cartridges  # Needed only for a cartridge that exists.
 
+  if config.path:
     described = named_cartridges.describe(config.path)
     check_fits(described, architecture, config.path)
-    return described.prefix
-  return None if slots is None else KVPrefix(slots, frozen, within_windows)
+    slots, frozen, within_windows = (getattr(described.prefix, name) for name in ('slots', 'frozen', 'within_windows'))
+  if slots is None or not config.distractors:
+    return None if slots is None else KVPrefix(slots, frozen, within_windows)
+  others = [named_cartridges.describe(path).prefix for path in config.distractors]
+  if len({other.slots for other in others}) > 1 or within_windows or any(other.within_windows for other in others):
+    raise UserError(
+      'model.cartridge.distractors must have the same number of slots, and all cartridges '
+      f"sliding_window='visible'; theirs are {', '.join(str(other.slots) for other in others)}."
+    )
+  at_once = min(config.max_distractors, len(others))
+  return KVPrefix(slots, frozen, members=len(others), member_slots=others[0].slots, at_once=at_once)
 
 
 def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[DecoderPolicy, Tree]:

@@ -30,6 +30,7 @@ class Policy(Protocol):
   reads_filled: bool  # Whether decoding reads only filled slots of a cache, so that a large one costs no time.
   shares_prefixes: bool  # Whether `apply` accepts `parents`.
   pooled: bool  # Whether there is a pool of adapters or a bank of prefixes, and `apply` needs `members`.
+  members_at_once: int | None  # K, if `members` are [B, K].
 
   def parameter_table(self) -> Table:
     """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
@@ -89,7 +90,8 @@ class Policy(Protocol):
         several completions share a prompt. None: no token has a parent. Only without a cache; the TPU's kernels then
         have no gradient.
       members: [B] int32, the adapter of the pool, or the prefix of the bank, that each row uses; `NO_MEMBER`: the row
-        uses the base alone. None: the policy has neither.
+        uses the base alone. Or [B, K] int32, the prefixes that it uses one after the other, `NO_MEMBER` after the last.
+        None: the policy has neither, or no row uses any.
 
     Returns:
       Hidden states [B, S, D] after the final norm, the unembedding [V, D], such that logits = hidden @ unembedding.T,

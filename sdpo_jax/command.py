@@ -72,6 +72,16 @@ def define_cartridge(what: str) -> None:
   )
 
 
+def define_positions() -> None:
+  """Define `--positions`, of the slots of several cartridges."""
+  flags.DEFINE_enum(
+    'positions',
+    'overlap',
+    ['overlap', 'sequential'],
+    'With --cartridge=A,B: the slots of each keep their positions, or come after those of the one before.',
+  )
+
+
 def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
   """Define a flag with several values, `--name=A --name=B` or `--name A B`, as a shell expands `--name runs/*`."""
   _lists.add(name)

@@ -289,6 +289,7 @@ def evaluate(
   step: int | None = None,
   adapter: Location | None = None,
   cartridge: Location | None = None,
+  positions: Literal['overlap', 'sequential'] = 'overlap',
   grader: GraderLike | WeightedGrader | Sequence[GraderLike | WeightedGrader] | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
@@ -300,7 +301,8 @@ def evaluate(
     model: a Hugging Face directory or a name on the hub, instead of a run.
     step: which checkpoint of the run; None: the newest.
     adapter: a LoRA adapter for the model: a directory or a name on the hub.
-    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
+    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub; several are divided by commas.
+    positions: as in `model.cartridge.positions`.
     grader: as in `steps`.
     announce: receives a message if the numbers cannot be compared with the run's own evaluations.
 
@@ -311,7 +313,7 @@ def evaluate(
   config = _own(config)
   with _graded_by(config, grader):
     config.validate()
-    source = _source(step, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge)
+    source = _source(step, positions, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge)
     return runs.evaluate_source(config, source, announce)
 
 
@@ -323,6 +325,7 @@ def generator(
   step: int | None = None,
   adapter: Location | None = None,
   cartridge: Location | None = None,
+  positions: Literal['overlap', 'sequential'] = 'overlap',
   n: int = 1,
   max_tokens: int = 256,
   max_prompt_length: int | None = None,
@@ -340,7 +343,8 @@ def generator(
     model: a Hugging Face directory or a name on the hub, instead of a run.
     step: which checkpoint of the run; None: the newest.
     adapter: a LoRA adapter for the model: a directory or a name on the hub.
-    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
+    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub; several are divided by commas.
+    positions: as in `model.cartridge.positions`.
     n: completions per prompt.
     max_tokens: limit of each completion.
     max_prompt_length: limit of a prompt with the chat template, in tokens; None: that of the run, or 2,048.
@@ -362,7 +366,9 @@ def generator(
     if value is not None and value < least:
       raise UserError(f'{name} must be at least {least}, not {value}.')
   options = GenerationOptions(sampling, max_tokens, seed, max_prompt_length, dtype=dtype)
-  return open_generator(_source(step, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge), options)
+  return open_generator(
+    _source(step, positions, workdir=workdir, model=model, adapter=adapter, cartridge=cartridge), options
+  )
 
 
 @_typed
@@ -408,10 +414,13 @@ def read_metrics(workdir: Location) -> list[dict[str, Any]]:
   return lines.read_metrics(workdir)
 
 
-def _source(step: int | None, **places: Location | None) -> runs.RunOrModel:
+def _source(
+  step: int | None, positions: Literal['overlap', 'sequential'], **places: Location | None
+) -> runs.RunOrModel:
   if (places['workdir'] is None) == (places['model'] is None):
     raise UserError('Name either workdir, a run, or model, a directory or a name on the hub.')
-  return runs.RunOrModel(step=step, **{name: os.fspath(place) for name, place in places.items() if place is not None})
+  named = {name: os.fspath(place) for name, place in places.items() if place is not None}
+  return runs.RunOrModel(step=step, positions=positions, **named)
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:

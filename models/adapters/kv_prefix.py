@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -18,9 +19,9 @@ import numpy as np
 
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.models import cache as kv_cache
-from sdpo_jax.models.adapters.slot_names import FILLED, FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
+from sdpo_jax.models.adapters.slot_names import BANK_KEY, BANK_VALUE, FILLED, FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
 from sdpo_jax.models.attention.splash import block_size
-from sdpo_jax.models.parameters import Parameter, Table, frozen_in, get, map_table, merge, nest, split
+from sdpo_jax.models.parameters import Parameter, Table, frozen_in, get, map_table, map_tree, nest, split
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.types import Tree
 
@@ -43,13 +44,16 @@ class KVPrefix:
   parts: int | None = None
   # Whether the slots are being filled: tokens have the positions of slots, less P, and see earlier slots.
   filling: bool = False
-  # N: a bank of prefixes of at most P slots each, of which every row reads one or none (`members` of `Policy.apply`);
-  # its tokens continue at the number of slots of that one. None: all rows read the same prefix.
+  # N: number of frozen prefixes, of at most `member_slots` each, in a bank. After the slots that all rows read, every
+  # row reads one of them or none, or with `at_once` up to as many, all of them of `member_slots` (`members` of
+  # `Policy.apply`). Its tokens continue at the number of slots that it reads. None: there is no bank.
   members: int | None = None
+  member_slots: int = 0
+  at_once: int | None = None
 
   def __post_init__(self):
-    if self.members is not None and self.trained:
-      raise ValueError('The prefixes of a bank are frozen.')
+    if not self.slots and self.members:
+      return
     if not 0 <= self.frozen <= self.slots or not self.slots:
       raise ValueError(f'A prefix of {self.slots} slots cannot have {self.frozen} frozen ones.')
     if self.parts is not None and self.trained:
@@ -58,9 +62,12 @@ class KVPrefix:
   @property
   def room(self) -> int:
     """Number of stored slots; if they are sharded, the parts are padded to equal numbers of whole kernel blocks."""
-    if self.parts is None:
-      return self.slots
-    each = -(-self.slots // self.parts)
+    return self._room(self.slots)
+
+  def _room(self, slots: int) -> int:
+    if self.parts is None or not slots:
+      return slots
+    each = -(-slots // self.parts)
     return self.parts * (each + -each % block_size(each))
 
   @property
@@ -90,31 +97,29 @@ class KVPrefix:
       ((FROZEN_KEY, FROZEN_VALUE), self.frozen + self.room - self.slots, dict(frozen=True, dtype=dtype)),
       ((KEY, VALUE), self.slots - self.frozen, {}),
     ]
-    bank = () if self.members is None else (self.members,)
-    counts = Parameter(
-      path=('layers', *FILLED.split('.')),
-      shape=(layers, *bank),
-      axes=('layers', None),
-      init='zeros',
-      huggingface=f'layers.{{layer}}.{FILLED}',
-      huggingface_shape=bank,
-      compute=False,
-      frozen=True,
-    )
-    return (counts,) * len(bank) + tuple(
-      Parameter(
+
+    def row(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **more: Any) -> Parameter:
+      return Parameter(
         path=('layers', *name.split('.')),
-        shape=(layers, *bank, kv_heads, count, head_dim),
-        axes=(self.axes[0], *[None] * len(bank), *self.axes[1:]),
+        shape=(layers, *shape),
+        axes=('layers', *axes),
         init='zeros',
         huggingface=f'layers.{{layer}}.{name}',
-        huggingface_shape=(kv_heads, count, head_dim),
+        huggingface_shape=shape,
         **more,
       )
+
+    own = tuple(
+      row(name, (kv_heads, count, head_dim), self.axes[1:], **more)
       for names, count, more in parts
       for name in names
       if count
     )
+    if self.members is None:
+      return own
+    shape, frozen = (self.members, kv_heads, self._room(self.member_slots), head_dim), dict(frozen=True, dtype=dtype)
+    bank = (row(name, shape, (None, *self.axes[1:]), **frozen) for name in (BANK_KEY, BANK_VALUE))
+    return (*own, *bank, row(FILLED, (self.members,), (None,), frozen=True, compute=False))
 
 
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:
@@ -238,16 +243,18 @@ def bank_writer(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], 
   The bank is donated.
 
   Args:
-    policy: policy with a bank, whose slots are as in `read_slots`.
+    policy: policy with a bank; slots are as `read_slots` returns them.
   """
 
   def put(bank: Tree, text: Tree, member: jax.Array, filled: jax.Array) -> Tree:
-    counts = nest([(('layers', *FILLED.split('.')), jnp.full((policy.config.layers,), filled))])
+    names = {BANK_KEY: FROZEN_KEY, BANK_VALUE: FROZEN_VALUE}
+    new = {into: get(text, ('layers', *name.split('.'))) for into, name in names.items()}
+    new[FILLED] = jnp.full((policy.config.layers,), filled)
 
-    def update(into: jax.Array, new: jax.Array) -> jax.Array:
-      return lax.dynamic_update_index_in_dim(into, new.astype(into.dtype), member, 1)
+    def update(row: Parameter, into: jax.Array) -> jax.Array:
+      return lax.dynamic_update_index_in_dim(into, new[row.name.removeprefix('layers.')].astype(into.dtype), member, 1)
 
-    return jax.tree.map(update, bank, merge(text, counts))
+    return map_tree(update, _rows(policy, policy.adapter), bank)
 
   return jax.jit(put, donate_argnums=0, out_shardings=_placed(policy, policy.adapter))
 

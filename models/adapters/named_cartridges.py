@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -15,6 +16,7 @@ from sdpo_jax.models import checksums, directories, remote_files
 from sdpo_jax.models.adapters import cartridge_files, published_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge, check_fits
 from sdpo_jax.models.adapters.cartridge_files import Description
+from sdpo_jax.models.adapters.composition import Positions, composed
 from sdpo_jax.models.architecture import Architecture
 
 SETTING = 'model.cartridge.path'
@@ -22,15 +24,31 @@ _FILES = (cartridge_files.MANIFEST, cartridge_files.TENSORS, published_cartridge
 _logger = logging.getLogger('sdpo_jax.models')
 
 
+def paths(setting: str | os.PathLike) -> list[str]:
+  """Return the paths that a setting names, divided by commas."""
+  return os.fspath(setting).split(',')
+
+
 def describe(path: str | os.PathLike) -> Description:
-  """Return the description of a cartridge of either format.
+  """Return the description of a cartridge of either format, or of several as one.
 
   Args:
     path: a directory of either format, local, in an object store, or by its name on the hub; or a published .pt file.
+      Or several of these, as `paths` reads them.
 
   Raises:
     UserError: there is none, or it is damaged.
   """
+  first, *others = map(_described, paths(path))
+  slots = first.prefix.slots + sum(other.prefix.slots for other in others)
+  return dataclasses.replace(
+    first,
+    prefix=dataclasses.replace(first.prefix, slots=slots),
+    sha256=','.join(each.sha256 for each in (first, *others)),
+  )
+
+
+def _described(path: str) -> Description:
   place = _resolve(path)
   if _is_ours(place):
     return cartridge_files.read_manifest(place)
@@ -38,17 +56,24 @@ def describe(path: str | os.PathLike) -> Description:
   return _describe_published(place, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
 
 
-def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture) -> Cartridge:
-  """Return a cartridge for a model; log a warning for a published one, which does not identify its model.
+def read(
+  path: str | os.PathLike, model: str | os.PathLike, config: Architecture, positions: Positions = 'overlap'
+) -> Cartridge:
+  """Return a cartridge for a model, composed if several are named; a published one, which names no model, is warned of.
 
   Args:
     path: as in `describe`.
     model: path of the model.
     config: architecture of that model.
+    positions: of the slots of several.
 
   Raises:
     UserError: as in `describe`, or it belongs to another model.
   """
+  return composed([_read(each, model, config) for each in paths(path)], positions, config, os.fspath(path))
+
+
+def _read(path: str, model: str | os.PathLike, config: Architecture) -> Cartridge:
   place = _resolve(path)
   if _is_ours(place):
     return cartridge_files.read(place, cartridge_files.Origin.of(model, config), config)

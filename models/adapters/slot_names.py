@@ -6,6 +6,7 @@ from sdpo_jax.models.parameters import Parameter, Path
 
 KEY, VALUE = 'prefix.key', 'prefix.value'  # Trained slots of a layer.
 FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'  # Frozen slots of a layer.
+BANK_KEY, BANK_VALUE = 'prefix.bank_key', 'prefix.bank_value'  # Slots of the prefixes of a bank.
 FILLED = 'prefix.filled'  # The number of slots of each prefix of a bank, the same in all layers.
 
 

@@ -301,11 +301,13 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | 
 
   # All queries of a row and key head form one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
-    if right.ndim == 3:
-      return blockwise.product('bkmi,kin->bkmn', left, right.astype(left.dtype))
-    apart = left.reshape(right.shape[0], -1, *left.shape[1:])  # By the rows that share `right`, one or several.
-    products = blockwise.product('gbkmi,gkin->gbkmn', apart, right.astype(left.dtype))
-    return products.reshape(*left.shape[:-1], -1)
+    right = right.astype(left.dtype)
+    if right.ndim == 3 or len(right) == batch:
+      return blockwise.product('bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn', left, right)
+    # The rows that share a part of `right` form one matrix.
+    apart = left.reshape(len(right), -1, *left.shape[1:]).swapaxes(1, 2)
+    products = blockwise.product('gkmi,gkin->gkmn', apart.reshape(*right.shape[:2], -1, left.shape[-1]), right)
+    return products.reshape(*apart.shape[:-1], -1).swapaxes(1, 2).reshape(*left.shape[:-1], -1)
 
   # The scale of an int8 key is a factor of its score, and that of a value a factor of its weight.
   def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:

@@ -35,8 +35,11 @@ class Prefix:
   trained: bool = flax.struct.field(pytree_node=False, default=False)
   # [] or [B] int32, the number of leading slots that are filled, or that a row sees; None: all.
   filled: jax.Array | None = None
-  # [B] int32, the prefix that each row reads, of any number N in `key` and `value` [N, KV, P, head_dim]; see `of_rows`.
+  # [B] int32, the prefix that each row reads, of any number N in `key` and `value` [N, KV, P, head_dim]; or [B, K], all
+  # that it reads, one after the other. See `of_rows`.
   index: jax.Array | None = None
+  # Keys and values [KV, slots, head_dim] before those of the index, for all rows.
+  before: tuple[jax.Array, jax.Array] | None = None
   # Whether the slots are sharded, so that queries are sent to them (`sdpo_jax.models.attention.divided`).
   divided: bool = flax.struct.field(pytree_node=False, default=False)
 
@@ -50,8 +53,11 @@ def of_rows(prefix: Prefix | None) -> Prefix | None:
     return tuple(lax.dynamic_index_in_dim(array, index, keepdims=False) for array in (prefix.key, prefix.value))
 
   # One row after the other: for a gather, a TPU first copies all N prefixes.
-  key, value = lax.map(read, prefix.index)
-  return prefix.replace(key=key, value=value, index=None)
+  parts = [lax.map(read, index) for index in (prefix.index.T if prefix.index.ndim == 2 else prefix.index[None])]
+  if prefix.before is not None:
+    parts.insert(0, tuple(jnp.broadcast_to(array, (len(prefix.index), *array.shape)) for array in prefix.before))
+  key, value = (jnp.concatenate(arrays, axis=-2) for arrays in zip(*parts, strict=True))
+  return prefix.replace(key=key, value=value, index=None, before=None)
 
 
 def by_group(attend: Callable[..., Any], query: jax.Array, prefix: Prefix) -> Any:

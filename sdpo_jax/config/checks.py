@@ -61,7 +61,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   check_ranges(config)
   refuse_unread(config)
   _check_model(config.model)
-  _check_cartridge(config)
+  _check_cartridge(config, trains)
   _check_writer(config)
   _check_measured_divergence(config)
   _check_data(config, trains)
@@ -102,7 +102,7 @@ def _check_model(model: schema.ModelConfig) -> None:
       _require(number and bool(pattern), f'model.lora.{setting}: {pattern!r}: {value!r} must be {what}.')
 
 
-def _check_cartridge(config: schema.Sections) -> None:
+def _check_cartridge(config: schema.Sections, trains: bool) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
   tokens = cartridge.tokens
   if not cartridge.used:
@@ -122,6 +122,16 @@ def _check_cartridge(config: schema.Sections) -> None:
       f'model.cartridge.{name} is empty, and initializer={initializer!r} begins with its first tokens: name a text '
       'file, or another initializer.',
     )
+  _require(
+    not trains or ',' not in cartridge.path,
+    f'model.cartridge.path={cartridge.path} names several cartridges, and a run trains one: name one there, and the '
+    'others in model.cartridge.distractors.',
+  )
+  _require(
+    not cartridge.distractors or not config.trainer.test_divergence,
+    'trainer.test_divergence=true with model.cartridge.distractors: measure the cartridge without them, with '
+    'launch.evaluate.',
+  )
   held, asked = cartridge.chunks_held, config.data.train_batch_size
   _require(
     held is None or held >= asked,

@@ -112,6 +112,8 @@ REFUSED: Table = (
   (_set('model.cartridge.initializer', 'text'), 'model.cartridge.init_text'),
   (_set('model.cartridge.initializer', 'document', 'text'), 'model.cartridge.init_turn_end'),
   (_set('model.cartridge.document'), _of('model.cartridge', 'divide_document teacher_scope')),
+  (_set('model.cartridge.distractors'), 'model.cartridge.max_distractors'),
+  (_set('model.cartridge.path'), 'model.cartridge.positions'),
   (_set('model.cartridge.teacher_scope', 'chunk'), _of('model.cartridge', 'max_chunk chunks_held')),
   (_SDPO, 'teacher_model teacher_endpoint.url feedback_model algorithm.mode algorithm.min_sdpo_examples'),
   (_TAUGHT, 'teacher_model teacher_endpoint.url feedback_model trainer.test_divergence rollout.sampled_by'),

@@ -99,7 +99,19 @@ class CartridgeConfig:
   path: str = setting(
     '',
     'Cartridge to start from: a directory, local or gs://…, of launch.export or published, a .pt file, or a name on '
-    'the hub. It brings its own num_frozen_tokens, sliding_window and number of slots. Empty: a new cartridge.',
+    'the hub. It brings its own num_frozen_tokens, sliding_window and number of slots. Empty: a new cartridge. '
+    'Several, divided by commas, are composed; they are not trained.',
+  )
+  positions: Literal['overlap', 'sequential'] = setting(
+    'overlap',
+    "Positions of composed slots: those of each cartridge as it was trained, from 0 on ('overlap'), or after those of "
+    "the ones before it ('sequential').",
+  )
+  distractors: tuple[str, ...] = setting(
+    (), 'Cartridges, as in path, of which random ones are placed after the trained one in training, frozen.'
+  )
+  max_distractors: int = setting(
+    3, 'Maximum number of distractors of a prompt; the number is drawn from 0 on.', Range(at_least=1)
   )
 
   @property

@@ -24,6 +24,7 @@ from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.models import exporting, hub, huggingface, identity, model_files
 from sdpo_jax.models import tokenizer as tokenizers
 from sdpo_jax.models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
+from sdpo_jax.models.adapters.composition import Positions
 from sdpo_jax.models.parameters import merge, trainable
 from sdpo_jax.reporting import model_card
 from sdpo_jax.reporting.model_card import Exported
@@ -86,6 +87,8 @@ def open_run(
   """
   trained = run_config(workdir)
   model = _changed(trained.model, dtype, chat_template)
+  # Only training reads distractors, which may be gone.
+  model = dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, distractors=()))
   if teaches and config is not None and config.model.cartridge.document and model.cartridge.used:
     slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
     model = dataclasses.replace(model, cartridge=slots)
@@ -189,7 +192,8 @@ class RunOrModel:
   model: str | None = None
   step: int | None = None  # Of the run's checkpoint; None: the newest readable one.
   adapter: str | None = None
-  cartridge: str | None = None
+  cartridge: str | None = None  # Or several, composed.
+  positions: Positions = 'overlap'  # Of the slots of several.
 
   def check(self) -> None:
     """Raise UserError unless either a run or a model is named, and only fields that apply to it are set."""
@@ -243,7 +247,8 @@ def open_source(
   model_files.resolve(model, weights=False, setting='--model')  # Names the flag if there is no such model.
   if adapter is not None or cartridge is not None:
     lora = LoraConfig(path=adapter or '')
-    slots = CartridgeConfig(path=cartridge or '', document=slots.document if teaches else '')
+    document = slots.document if teaches else ''
+    slots = CartridgeConfig(path=cartridge or '', positions=source.positions, document=document)
   settings = dataclasses.replace(config.model, path=model, lora=lora, cartridge=slots)
   settings = _changed(settings, dtype, chat_template)
   config = dataclasses.replace(config, model=settings)

@@ -113,7 +113,8 @@ class GenerationBatch:
   references: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
   signal: TeacherSignal | None = None  # From an external teacher: token_ids and log_probs [N, T, K].
   present: np.ndarray | None = None  # [N] bool, samples that exist; None: all. The others have no tokens.
-  members: np.ndarray | None = None  # [N] int32, see `TokenRows`; None: no policy needs them.
+  members: np.ndarray | None = None  # [N] int32 of the teacher's rows, see `TokenRows`; None: it needs none.
+  mixtures: np.ndarray | None = None  # [N, K] int32, members of the student's rows; None: the same.
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
@@ -478,11 +479,16 @@ def _micro_batch(
   def fit_float(values: np.ndarray | None) -> np.ndarray | None:
     return None if values is None else fit(values, dtype=np.dtype(np.float32))
 
-  members = None
-  if batch.members is not None:
-    members = np.array([batch.members[row[0]] if row else NO_MEMBER for row in ids], np.int32)
+  def of_rows(values: np.ndarray | None) -> np.ndarray | None:
+    """Return the values [size, …] of the one sample of each row, which is not packed."""
+    if values is None:
+      return None
+    return np.stack([values[row[0]] if row else np.full_like(values[0], NO_MEMBER) for row in ids])
+
+  members = of_rows(batch.members)
+  mixtures = members if batch.mixtures is None else of_rows(batch.mixtures)
   arrays = Batch(
-    student=packing.packed_rows(student, prompt + width, width).replace(members=members),
+    student=packing.packed_rows(student, prompt + width, width).replace(members=mixtures),
     teacher=packing.packed_rows(teacher, reprompt + width, width, share).replace(members=members) if teacher else None,
     targets=fit(rollouts.completion_tokens),
     mask=fit_float(rollouts.completion_mask),

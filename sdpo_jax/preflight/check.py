@@ -27,7 +27,7 @@ from sdpo_jax.preflight.doubtful_settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.signal import check_base
-from sdpo_jax.training import chunks, endpoint_teacher, feedback_writing, teacher_model
+from sdpo_jax.training import chunk_bank, endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, lost_checkpoints
 from sdpo_jax.training.directory.published_checkpoints import newest
 from sdpo_jax.training.directory.workdir import check_workdir
@@ -114,7 +114,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     check_writer(tokenizer, training, config, spec)
     graders.check_questions([*training, *held_out])
-    chunks.check(local, tokenizer, [*training, *(held_out if config.trainer.test_divergence else ())])
+    chunk_bank.check(local, tokenizer, [*training, *(held_out if config.trainer.test_divergence else ())])
     report.odd += graders.unread_remarks([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, local, workdir, tokenizer, graders)

@@ -15,7 +15,7 @@ import numpy as np
 from sdpo_jax.distributed.mesh import FSDP, RULES
 from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.models.cache import KVCache
-from sdpo_jax.models.policy import Policy
+from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.weights import BasePreparation, base_preparation, preparing_trainable
 from sdpo_jax.types import Tree
@@ -52,7 +52,12 @@ class SamplerFunctions:
   # Whether the cache is allocated at its largest size and keeps it: unfilled slots are not read, and resizing would
   # need the memory of a second cache. `compact` moves live rows to the front.
   keeps_size: bool
-  pooled: bool  # Whether the trainable tree is a pool of adapters, of which every row uses one or none.
+  pooled: bool  # Whether rows use members, see `Policy.apply`;
+  members_at_once: int | None  # and how many, K: `members` are [rows, K]. None: one, [rows].
+
+  def no_members(self, rows: int) -> np.ndarray:
+    """Return the `members` of rows that use none."""
+    return np.full((rows,) if self.members_at_once is None else (rows, self.members_at_once), NO_MEMBER, np.int32)
 
   def copied(self, into: KVCache, rows: KVCache, moves: Iterable[tuple[int, int, int]], most: int) -> KVCache:
     """Return a cache with copies of the rows of another; the first cache is donated.
@@ -167,6 +172,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     shards=shards,
     keeps_size=policy.reads_filled,
     pooled=policy.pooled,
+    members_at_once=policy.members_at_once,
   )
 
 

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from sdpo_jax.models.cache import KVCache
-from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Samples
 from sdpo_jax.rollout.sizes import SamplerSizes
@@ -194,7 +193,7 @@ class KeptPrefixes:
     rows = len(chosen) * size
     tokens = np.zeros((rows, self._sizes.prefix), np.int32)
     source, held, new = (np.zeros(rows, np.int32) for _ in range(3))
-    members = np.full(rows, NO_MEMBER, np.int32)
+    members = self._functions.no_members(rows)
     for shard, of_rows in enumerate(chosen):
       for at, (samples, match) in enumerate(of_rows, shard * size):
         behind = samples.prompt[match.length : -1]

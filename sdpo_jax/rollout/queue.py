@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import dataclasses
 import math
 
@@ -33,7 +33,7 @@ class Samples:
   seed: int
   step: int  # Number of the generation batch.
   prefix: Hashable  # Equal for samples whose prompts have the same tokens and are read with the same weights.
-  member: int = NO_MEMBER  # The pooled adapter that their rows use.
+  member: int | Sequence[int] = NO_MEMBER  # What their rows use, see `Policy.apply`.
   # Equal for prompts that may reuse each other's keys and values, however old; None: the prompt reuses none.
   weights: Hashable = None
 

@@ -37,8 +37,7 @@ class SamplingOptions(TypedDict, total=False):
   top_p: PerSample  # 1, the default, keeps all.
   top_k: PerSample  # -1, the default, keeps all.
   min_p: PerSample  # 0, the default, keeps all.
-  # Of each prompt, the adapter of the policy's pool, or the prefix of its bank; default `NO_MEMBER`: none.
-  members: Sequence[int] | None
+  members: Sequence[Any] | np.ndarray | None  # Of each prompt, see `Policy.apply`; default: none.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +219,7 @@ class Sampler:
     top_p: PerSample = 1.0,
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
-    members: Sequence[int] | None = None,
+    members: Sequence[Any] | np.ndarray | None = None,
   ) -> Request:
     """Return a checked request for samples of some prompts; arguments as in `sample`.
 

@@ -139,7 +139,8 @@ def _sampling(
     return _of_rows(mesh, (rows,), dtype)
 
   def members(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return (of_rows(rows),) if engine.pooled else ()
+    shape = jax.eval_shape(lambda: engine.no_members(rows)).shape
+    return (_of_rows(mesh, shape, jnp.int32),) if engine.pooled else ()
 
   def cache(rows: int, length: int) -> Any:
     shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))

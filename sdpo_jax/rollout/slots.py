@@ -14,7 +14,6 @@ import numpy as np
 
 from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.models.cache import KVCache
-from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
@@ -96,7 +95,7 @@ class Slots:
     self._live = np.zeros(rows, bool)
     self._number = np.full(rows, -1, np.int32)
     self._seed, self._step = np.zeros(rows, np.uint32), np.zeros(rows, np.int32)
-    self._member = np.full(rows, NO_MEMBER, np.int32)
+    self._member = functions.no_members(rows)
     self._knobs = {name: np.zeros(rows, kind) for name, kind in KNOBS.items()}
     self._stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
@@ -265,7 +264,7 @@ class Slots:
       for first in range(0, max(map(len, of_shard)), size):
         rows = shards * size
         tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-        members = np.full(rows, NO_MEMBER, np.int32)
+        members = self._functions.no_members(rows)
         chosen = [samples[first : first + size] for samples in of_shard]
         for shard, of_rows in enumerate(chosen):
           for row, samples in enumerate(of_rows, shard * size):

@@ -40,7 +40,7 @@ def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts)
   """
   settings, sizes = config.model.cartridge, policy.config
   if settings.path:
-    found = named_cartridges.read(settings.path, config.model.path, sizes)
+    found = named_cartridges.read(settings.path, config.model.path, sizes, settings.positions)
     keys, values = found.keys, found.values
   elif texts.initial is not None:
     keys, values = kv_prefix.read_text(policy.base_policy(), _prepared(policy, model), texts.initial)
@@ -48,7 +48,26 @@ def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts)
     shape = sizes.layers, sizes.kv_heads, policy.adapter.slots, sizes.head_dim
     draw = np.random.default_rng(config.seed)
     keys, values = (draw.standard_normal(shape, np.float32) for _ in range(2))
-  return parameters.merge(model, parameters.merge(*kv_prefix.place(policy, policy.adapter, keys, values)))
+  placed = kv_prefix.place(policy, policy.adapter, keys, values)
+  return parameters.merge(model, parameters.merge(parameters.merge(*placed), _distractors(config, policy)))
+
+
+def _distractors(config: Config, policy: DecoderPolicy) -> Tree:
+  """Return the bank of the cartridges that are placed beside the trained one; empty if there are none."""
+  paths, sizes = config.model.cartridge.distractors, policy.config
+  if not paths:
+    return {}
+  bank = kv_prefix.empty_slots(policy, dataclasses.replace(policy.adapter, slots=0, frozen=0))
+  put = kv_prefix.bank_writer(
+    dataclasses.replace(policy, adapter=dataclasses.replace(policy.adapter, slots=0, frozen=0))
+  )
+  for place, path in enumerate(paths):
+    other = named_cartridges.read(path, config.model.path, sizes)
+    slots = kv_prefix.KVPrefix(other.slots, other.slots)
+    bank = put(
+      bank, kv_prefix.place(policy, slots, other.keys, other.values)[0], np.int32(place), np.int32(other.slots)
+    )
+  return bank
 
 
 def of_session(session: Session, slots: Tree) -> Cartridge:

@@ -122,7 +122,9 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
   members = None
   if config.model.cartridge.teacher_scope == 'chunk':
     members = config.model.cartridge.chunks_held or config.data.train_batch_size
-  prefix, mesh = KVPrefix(length, length, within_windows=True, members=members), policy.backend.mesh
+  prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
+  if members is not None:
+    prefix = KVPrefix(0, 0, within_windows=True, members=members, member_slots=length)
   if mesh is None or mesh.size == 1 or config.model.cartridge.divide_document is False:
     return prefix
   if config.model.cartridge.divide_document is None:

@@ -31,7 +31,7 @@ from sdpo_jax.learning.update import abstract_state, place_state
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
-  chunks,
+  chunk_bank,
   endpoint_teacher,
   feedback_writing,
   gathering,
@@ -186,7 +186,7 @@ def _steps_of(
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
   teaches = objective_spec(config).needs_teacher
   texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else None
-  chunks.check(config, tokenizer, [*iterator.questions, *(held_out if config.trainer.test_divergence else ())])
+  chunk_bank.check(config, tokenizer, [*iterator.questions, *(held_out if config.trainer.test_divergence else ())])
   if teacher_model.is_used(config):
     teacher_model.check(config)
   if endpoint is not None:

@@ -22,7 +22,7 @@ from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
-from sdpo_jax.training.chunks import ChunkBank, Chunks
+from sdpo_jax.training.chunk_bank import ChunkBank, Chunks
 from sdpo_jax.training.documents import Texts, read_texts
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import chat_format, declared_buckets, objective_spec, teacher_spec, update_spec

@@ -140,7 +140,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     ),
     'digest': Program('digest', digests.program(leaves), (leaves,), holds=('state',)),
   }
-  batch_of = functools.partial(abstract_batch, _rows(run), spec=spec, mesh=mesh, members=run.teacher.policy.pooled)
+  batch_of = functools.partial(abstract_batch, _rows(run), spec=spec, mesh=mesh, members=_members(run))
   trained = declared_buckets(config)
   share = batching.shares_prompts(batch_spec(config), *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
@@ -171,6 +171,12 @@ def _rows(run: Run) -> int:
   return batching.micro_batch_rows(batch_spec(run.config), run.mesh.size)
 
 
+def _members(run: Run) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+  """Return the shapes of the `members` of rows of student and teacher in a generation batch; None: they have none."""
+  teacher = () if run.teacher.policy.pooled else None
+  return (run.policy.members_at_once,) if run.policy.pooled else teacher, teacher
+
+
 def _of_micro_batch(
   run: Run,
   kind: str,
@@ -195,7 +201,7 @@ def abstract_batch(
   spec: ObjectiveSpec,
   mesh: jax.sharding.Mesh,
   share: bool = False,
-  members: bool = False,
+  members: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None),
 ) -> Batch:
   """Return a micro-batch as abstract arrays with shardings.
 
@@ -207,16 +213,16 @@ def abstract_batch(
     spec: terms of the loss, which determine the fields of the batch.
     mesh: mesh of the run.
     share: result of `batching.shares_prompts`.
-    members: whether rows name the prefixes that they read.
+    members: shapes of the `members` of a row of the student and of the teacher; None: there are none.
   """
   sharding = meshes.batch_sharding(mesh)
 
   def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
 
-  def side(room: int, share: bool = False) -> TokenRows:
+  def side(room: int, shape: tuple[int, ...] | None, share: bool = False) -> TokenRows:
     tokens = array(jnp.int32, room + response)
-    own = array(jnp.int32) if members else None
+    own = None if shape is None else array(jnp.int32, *shape)
     return TokenRows(tokens, tokens, tokens, array(jnp.int32, response), tokens if share else None, own)
 
   per_token, signal = array(jnp.float32, response), None
@@ -224,8 +230,8 @@ def abstract_batch(
     ids, log_probs = (array(dtype, response, spec.external_support) for dtype in (jnp.int32, jnp.float32))
     signal = TeacherSignal(token_ids=ids, log_probs=log_probs)
   return Batch(
-    student=side(prompt),
-    teacher=None if reprompt is None else side(reprompt, share),
+    student=side(prompt, members[0]),
+    teacher=None if reprompt is None else side(reprompt, members[1], share),
     targets=array(jnp.int32, response),
     mask=per_token,
     **{name: per_token if name in spec.coefficients else None for name in COEFFICIENTS},
@@ -278,7 +284,7 @@ def measuring_programs(run: Run) -> dict[str, Program]:
   for lengths in itertools.product(declared.prompt, declared.response):
     batch = functools.partial(abstract_batch, _rows(run), lengths[0], None, lengths[1], spec=objective_spec(config))
     of_micro_batch = functools.partial(_of_micro_batch, run, lengths=lengths, evaluation=True)
-    batch, compared = batch(mesh=mesh), batch(mesh=mesh, members=run.teacher.policy.pooled)
+    batch, compared = batch(mesh=mesh), batch(mesh=mesh, members=_members(run))
     if trainer.test_divergence:
       arguments = run.base, run.trainable, run.teacher.base, compared.student, batch.targets, batch.mask
       holds = 'base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'

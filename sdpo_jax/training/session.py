@@ -18,7 +18,8 @@ from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.chunks import ChunkBank
+from sdpo_jax.training import mixtures
+from sdpo_jax.training.chunk_bank import ChunkBank
 from sdpo_jax.types import Example, Tree
 
 
@@ -60,6 +61,15 @@ class Session:
   def members(self, examples: Sequence[Example]) -> np.ndarray | None:
     """Return the place [G] of each question's chunk in the teacher's base, where it now is; None without chunks."""
     return None if self.chunks is None else self.chunks.members(examples)
+
+  def mixtures(self, examples: Sequence[Example], step: int) -> np.ndarray | None:
+    """Return the distractors [G, K] beside the student's cartridge, in the generation batch of a step, or None."""
+    return mixtures.mixtures(self.config, step, len(examples))
+
+  def writers_members(self, examples: Sequence[Example], step: int) -> np.ndarray | None:
+    """Return the members of the rows of questions in the sampler of `writer`, of which they are read here."""
+    of_teacher = self.members(examples)
+    return self.mixtures(examples, step) if self.config.rollout.sampled_by == 'student' else of_teacher
 
   @property
   def teacher_writer(self) -> tuple[Sampler, Tree, Tree]:

@@ -115,7 +115,7 @@ def _cartridge(session: Session) -> list[str]:
   if session.teacher is not None:
     teacher = session.teacher.policy.adapter
     chunks = '' if teacher.members is None else f' of a chunk, and {counted(teacher.members, "chunk")} are held'
-    read = f'; the teacher reads {counted(teacher.slots, "token")}{chunks}'
+    read = f'; the teacher reads {counted(teacher.slots or teacher.member_slots, "token")}{chunks}'
   return [f'  cartridge  {counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
 
 

@@ -113,7 +113,7 @@ def step(
       state, report = pass_over(session, state, starting)
     return state, Taken(sampled, own, context, None, None, report, metrics)
   with timer('train'):
-    batch = build_batch(session, state, learned.graded, learned.context, metrics, stop, signal)
+    batch = build_batch(session, state, learned.graded, learned.context, metrics, stop, signal, own.step)
   read = hooks.read(state, batch, number, timer)
   with timer('train'):
     state, report = run_update(session, state, batch, starting, stop)
@@ -139,7 +139,7 @@ def rollout_and_grade(
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, prompt_spec(config)) for example in examples]
-  members = session.members(examples)  # First, as it may replace arrays of the teacher.
+  members = session.writers_members(examples, step)  # First, as it may replace arrays of the teacher.
   sampler, base, trainable = session.writer(state.trainable)
   with GradingThread(graders, examples, config.rollout.n, stop) as grading:
     with timer('sample'):
@@ -212,6 +212,7 @@ def build_batch(
   metrics: dict[str, float],
   stop: Stop = NEVER,
   signal: TeacherSignal | None = None,
+  step: int = 0,
 ) -> batching.GenerationBatch:
   """Return the generation batch for the update, with the log-probs that the objective needs.
 
@@ -223,6 +224,7 @@ def build_batch(
     metrics: receives `rollout_corr/*` if log-probs are computed.
     stop: whether the run is to stop; checked before every micro-batch whose log-probs are fetched.
     signal: result of `endpoint_teacher.signal`; None: the teacher, if there is one, is on the devices.
+    step: number of the generation batch, by which distractors are drawn.
 
   Raises:
     StoppedError: `stop` asked the run to stop; the state is intact.
@@ -234,6 +236,9 @@ def build_batch(
   def per_token(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
 
+  def per_sample(values: np.ndarray | None) -> np.ndarray | None:
+    return None if values is None else values[rollouts.group]
+
   batch = batching.GenerationBatch(
     prompts=[graded.prompts[group] for group in rollouts.group],
     teacher_prompts=None if context is None or signal is not None else context.prompt_tokens,
@@ -242,7 +247,8 @@ def build_batch(
     graded=graded_rows,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
     present=graded.present,
-    members=None if (members := session.members(graded.examples)) is None else members[rollouts.group],
+    members=per_sample(session.members(graded.examples)),
+    mixtures=per_sample(session.mixtures(graded.examples, step)),
   )
   if spec.needs_advantages:
     batch.scored = graded_of(graded.outcomes)

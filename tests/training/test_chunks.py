@@ -17,7 +17,7 @@ from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner.document import tokens as planned_tokens
-from sdpo_jax.training import chunks, documents, loop, step
+from sdpo_jax.training import chunk_bank, documents, loop, step
 from sdpo_jax.training.opening import load_tokenizer
 from sdpo_jax.training.questions import training_questions
 from tests.training.cartridge_runs import changed, lines, log_probs, make_config, opened
@@ -53,7 +53,7 @@ def config(tmp_path_factory):
 def tokens_of(tokenizer, row):
   """Return the tokens that the teacher reads before a row of `ROWS`: its window, as the template's system message."""
   _, name, start, end = row
-  return document_tokens(tokenizer, Document(TEXTS[name], tokenizer).passage((start, end)), ChatFormat())
+  return document_tokens(tokenizer, Document(TEXTS[name], tokenizer).passage((start, end)).strip(), ChatFormat())
 
 
 def graded_batch(session, state, examples):
@@ -79,7 +79,7 @@ def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh,
   config = changed(config, mesh, divide_document=divided)
   session, state = opened(config, tmp_path)
   bank = session.teacher.policy.adapter
-  assert (bank.slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
+  assert (bank.member_slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
   examples = training_questions(config, session.tokenizer).questions
   graded, batch = graded_batch(session, state, examples)
   reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_chunks_that_were_not_used_for_long_make_room(config, tmp_path, monkeypa
   more = [dataclasses.replace(examples[0], columns=examples[0].columns | {'window_end': end}) for end in (15, 16, 17)]
   read = []
   monkeypatch.setattr(
-    chunks.Chunks, 'tokens', lambda self, chunk, of=chunks.Chunks.tokens: read.append(chunk) or of(self, chunk)
+    chunk_bank.Chunks, 'tokens', lambda self, chunk, of=chunk_bank.Chunks.tokens: read.append(chunk) or of(self, chunk)
   )
   places = session.members(examples).tolist()
   assert places == [0, 1, 2, 2] and len(read) == 3

@@ -169,7 +169,9 @@ def adapter_layout(config: Config) -> dict[str, str]:
   if adapter is None:
     return {}
   if isinstance(adapter, KVPrefix):
-    return {SLOTS: identity.digest(dataclasses.asdict(adapter))}
+    # The fields that determine the trained slots, by which runs of all releases are compared.
+    fields = ('slots', 'frozen', 'within_windows', 'parts', 'filling')
+    return {SLOTS: identity.digest({name: getattr(adapter, name) for name in fields})}
   return {
     MATRICES: identity.digest([[target.name, target.rank] for target in adapter.targets]),
     'scales': identity.digest([target.scales for target in adapter.targets]),
@@ -180,7 +182,11 @@ def starting_values(model: ModelConfig) -> dict[str, str]:
   """Return digests of the adapter or cartridge from which a run starts; empty if there is none."""
   if model.lora.path:
     return identity.of_adapter(model.lora.path)
-  return {'values': named_cartridges.describe(model.cartridge.path).sha256} if model.cartridge.path else {}
+  slots = model.cartridge
+  found = {'values': named_cartridges.describe(slots.path).sha256} if slots.path else {}
+  return found | {
+    f'distractor {at}': named_cartridges.describe(path).sha256 for at, path in enumerate(slots.distractors)
+  }
 
 
 def _generator_code(source: str) -> str:

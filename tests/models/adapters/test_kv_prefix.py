@@ -57,7 +57,7 @@ TEXTS = (DOCUMENT, DOCUMENT[4:13], DOCUMENT[::-1][:17])
 def bank_of(policy, params, mesh=None, parts=None):
   """Return (policy, base) of a model with a bank of the three texts, shorter ones padded."""
   policy = policy.on(mesh)
-  bank = KVPrefix(len(DOCUMENT), len(DOCUMENT), within_windows=True, parts=parts, members=len(TEXTS))
+  bank = KVPrefix(0, 0, within_windows=True, parts=parts, members=len(TEXTS), member_slots=len(DOCUMENT))
   held = dataclasses.replace(policy, adapter=bank)
   base = kv_prefix.empty_slots(policy, bank)
   for member, text in enumerate(TEXTS):

@@ -156,7 +156,7 @@ class ChunkBank:
     """Put texts, by their places, into the bank."""
     if not texts:
       return
-    room, parts = self.policy.adapter.slots, self.policy.adapter.parts
+    room, parts = self.policy.adapter.member_slots, self.policy.adapter.parts
     model = base_preparation(self._alone, self._alone.backend.mesh, self._model).run(self._model)
     put = kv_prefix.bank_writer(self.policy)
     for place, tokens in texts.items():
