@@ -60,6 +60,16 @@ class KVPrefix:
       raise ValueError('A prefix with trained slots cannot be sharded: each device needs them all for its gradient.')
 
   @property
+  def without_bank(self) -> KVPrefix:
+    """The slots that all rows read."""
+    return dataclasses.replace(self, members=None, member_slots=0, at_once=None)
+
+  @property
+  def bank_alone(self) -> KVPrefix:
+    """The bank without the slots that all rows read."""
+    return dataclasses.replace(self, slots=0, frozen=0)
+
+  @property
   def room(self) -> int:
     """Number of stored slots; if they are sharded, the parts are padded to equal numbers of whole kernel blocks."""
     return self._room(self.slots)

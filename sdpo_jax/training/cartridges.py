@@ -48,7 +48,7 @@ def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts)
     shape = sizes.layers, sizes.kv_heads, policy.adapter.slots, sizes.head_dim
     draw = np.random.default_rng(config.seed)
     keys, values = (draw.standard_normal(shape, np.float32) for _ in range(2))
-  placed = kv_prefix.place(policy, policy.adapter, keys, values)
+  placed = kv_prefix.place(policy, policy.adapter.without_bank, keys, values)
   return parameters.merge(model, parameters.merge(parameters.merge(*placed), _distractors(config, policy)))
 
 
@@ -57,10 +57,8 @@ def _distractors(config: Config, policy: DecoderPolicy) -> Tree:
   paths, sizes = config.model.cartridge.distractors, policy.config
   if not paths:
     return {}
-  bank = kv_prefix.empty_slots(policy, dataclasses.replace(policy.adapter, slots=0, frozen=0))
-  put = kv_prefix.bank_writer(
-    dataclasses.replace(policy, adapter=dataclasses.replace(policy.adapter, slots=0, frozen=0))
-  )
+  prefix = policy.adapter.bank_alone
+  bank, put = kv_prefix.empty_slots(policy, prefix), kv_prefix.bank_writer(dataclasses.replace(policy, adapter=prefix))
   for place, path in enumerate(paths):
     other = named_cartridges.read(path, config.model.path, sizes)
     slots = kv_prefix.KVPrefix(other.slots, other.slots)

@@ -178,7 +178,7 @@ def scripted(texts):
 
 def filled(tokenizer, texts, **changes):
   options = dataclasses.replace(OPTIONS, **changes)
-  pool = Pool(lambda text: len(text) <= 12)
+  pool = Pool(lambda text: len(text) <= 12, 'book.txt')
   kept = []
   found = synthesis.fill(
     pool,
@@ -210,6 +210,7 @@ def test_what_is_of_no_use_is_left_out_and_counted(tokenizer):
   assert [(row['dataset'], row['window_start'], row['window_end']) for row in found] == [
     (ask.seed_type, *ask.window) for ask in asks
   ]
+  assert {row['document'] for row in found} == {'book.txt'}
   assert (
     said.startswith('x.jsonl: 6 prompts (')
     and '12 messages were drawn, of which 6 were left out (2 beyond --count, 1 cut' in said

@@ -147,7 +147,12 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, recorder):
   config = Config()
   config.rollout.n, config.data.max_response_length = N, 8
   asked = types.SimpleNamespace(sample=sample, stats=SamplingStats())
-  session = types.SimpleNamespace(config=config, tokenizer=tokenizer, writer=lambda trainable: (asked, {}, trainable))
+  session = types.SimpleNamespace(
+    config=config,
+    tokenizer=tokenizer,
+    writer=lambda trainable: (asked, {}, trainable),
+    writers_members=lambda examples, step: None,
+  )
   state = types.SimpleNamespace(trainable=parameters, rng=jax.random.key(0))
   with Graders(config.environments) as graders:
     graded = step.rollout_and_grade(session, graders, state, questions(*['recorder'] * G), 0, step.Timer())

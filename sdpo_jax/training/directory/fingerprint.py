@@ -289,7 +289,8 @@ def _learned(config: Config) -> tuple[str, ...]:
   They include weights and factors if the loss has reference policies or the run starts from a cartridge, and the
   weights if the base is frozen, since no checkpoint holds it.
   """
-  if objective_spec(config).references or config.model.cartridge.path:  # Some of its slots may be frozen.
+  slots = config.model.cartridge  # Some of the slots of `path` may be frozen.
+  if objective_spec(config).references or slots.path or slots.distractors:
     return (*LEARNED, *LOADED)
   return (*LEARNED, 'weights') if config.model.frozen else LEARNED
 
