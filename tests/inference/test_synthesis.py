@@ -96,6 +96,11 @@ def test_windows_are_of_every_length_and_at_every_place(tokenizer):
   assert all(document.passage((start, end)) == '0123456789'[start:end] for start, end in seen)
   assert {document.draw_window(draw, 30, 50) for _ in range(9)} == {(0, 10)}
   assert {document.draw_window(draw, 1, 50) for _ in range(200)} >= {(0, 10), (0, 1), (9, 10)}
+  assert [document.spaced_window(at, 3, 4) for at in range(3)] == [(0, 4), (3, 7), (6, 10)]
+  assert document.spaced_window(0, 1, 4) == (0, 4) and document.spaced_window(2, 3, 99) == (0, 10)
+  few = asker(tokenizer, dataclasses.replace(OPTIONS, windows=3, min_window=20, max_window=30))
+  ends = len(TEXT.encode()) - 30
+  assert {few.ask(0, at).window[0] for at in range(40)} == {0, ends // 2, ends}
 
 
 def test_a_passage_has_whole_characters_and_no_control_tokens(tokenizer):

@@ -126,6 +126,7 @@ def test_chunks_that_were_not_used_for_long_make_room(config, tmp_path, monkeypa
     session.members([*examples[:2], *more])
 
 
+@pytest.mark.slow
 def test_a_run_samples_learns_and_evaluates_with_chunks(config, tmp_path, monkeypatch):
   """Also if the teacher writes the answers; all programs are compiled before the first step, and it can be resumed."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])

@@ -88,6 +88,7 @@ def test_rows_learn_beside_the_cartridges_that_are_drawn(config, tmp_path, monke
   assert {leaf.shape[2] for leaf in jax.tree.leaves(moved.trainable)} == {15} and len(QUESTIONS) == 2
 
 
+@pytest.mark.slow
 def test_a_run_among_others_evaluates_resumes_and_exports_its_own(config, tmp_path, monkeypatch):
   """The exported cartridge needs no other; a resume notices another distractor."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
