@@ -2,10 +2,10 @@
 
   python -m benchmarks.composed --output=FOLDER
 
-Four documents of 16 facts each, with different keys, get a cartridge each, first alone; then another one each, trained
-with up to three of the first as distractors. The model answers the questions about every document, greedily, with its
-cartridge and those of k − 1 others, in random order. Everything is kept in FOLDER, and runs that are there are not
-repeated.
+Four documents of 16 facts each, with different keys, get a cartridge each, first alone. In every further round each goes
+on, with up to three others of the round before as distractors. The model answers the questions about every document,
+greedily, with its cartridge and those of k − 1 others of the same round, in random order. Everything is kept in FOLDER,
+and runs that are there are not repeated.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sdpo_jax.training import loop
 
 OUTPUT = flags.DEFINE_string('output', None, 'Folder to write to.', required=True)
 STEPS = flags.DEFINE_integer('steps', 200, 'Steps of every run, of 48 questions each.', lower_bound=1)
+ROUNDS = flags.DEFINE_integer('rounds', 3, 'Rounds among others.', lower_bound=0)
 POSITIONS = flags.DEFINE_enum('positions', 'overlap', ['overlap', 'sequential'], 'Positions of composed slots.')
 DOCUMENTS, FACTS = 4, 16
 
@@ -41,9 +42,11 @@ def write_documents(folder: pathlib.Path, seed: int = 0) -> list[pathlib.Path]:
   return files
 
 
-def config_of(document: pathlib.Path, distractors: tuple[str, ...] = ()) -> Config:
-  """Return the settings of a run on a document."""
+def config_of(document: pathlib.Path, start: str = '', distractors: tuple[str, ...] = ()) -> Config:
+  """Return the settings of a run on a document, from a cartridge or its first tokens."""
   config = cartridge_quickstart.get_config(str(document))
+  if start:
+    config.model.cartridge = config.model.cartridge.starting_from(start)
   config.model.cartridge.distractors = distractors
   config.data.val_max_samples, config.val_kwargs.temperature, config.val_kwargs.n = FACTS, 0.0, 1
   config.trainer.total_training_steps = config.trainer.save_freq = STEPS.value
@@ -51,20 +54,20 @@ def config_of(document: pathlib.Path, distractors: tuple[str, ...] = ()) -> Conf
   return config.validate()
 
 
-def trained(folder: pathlib.Path, document: pathlib.Path, distractors: tuple[str, ...]) -> str:
-  """Train a cartridge, unless it is there, and return its directory."""
-  exported = folder / f'{document.stem}{"-among-others" * bool(distractors)}'
+def trained(folder: pathlib.Path, document: pathlib.Path, number: int, start: str, others: tuple[str, ...]) -> str:
+  """Train a cartridge of a round, unless it is there, and return its directory."""
+  exported = folder / f'{document.stem}-{number}'
   if not exported.exists():
     began = time.process_time()
     workdir = folder / f'run-{exported.name}'
-    loop.train(config_of(document, distractors), workdir)
+    loop.train(config_of(document, start, others), workdir)
     runs.export(str(workdir), str(exported), 'student')
     announce(f'{exported.name}: {time.process_time() - began:.0f} CPU-s')
   return str(exported)
 
 
-def right(documents: list[pathlib.Path], cartridges: list[str], count: int, positions: str) -> tuple[float, int]:
-  """Return the fraction of right answers with `count` cartridges, over all documents and sets, and their number."""
+def right(documents: list[pathlib.Path], cartridges: list[str], count: int, positions: str) -> float:
+  """Return the fraction of right answers with `count` cartridges, over all documents and sets of others."""
   rng, found = np.random.default_rng(count), []
   for own, document in enumerate(documents):
     for others in itertools.combinations([at for at in range(DOCUMENTS) if at != own], count - 1):
@@ -72,24 +75,27 @@ def right(documents: list[pathlib.Path], cartridges: list[str], count: int, posi
       config = config_of(document)
       source = runs.RunOrModel(model=config.model.path, cartridge=chosen, positions=positions)
       found.append(runs.evaluate_source(config, source, lambda _: None).metrics[facts.NAME]['mean@1'])
-  return float(np.mean(found)), len(found)
+  return float(np.mean(found))
 
 
 def main(_: list[str]) -> None:
   folder = pathlib.Path(OUTPUT.value)
   folder.mkdir(parents=True, exist_ok=True)
   documents = write_documents(folder)
-  alone = [trained(folder, document, ()) for document in documents]
-  among = [
-    trained(folder, document, tuple(other for at, other in enumerate(alone) if at != number))
-    for number, document in enumerate(documents)
-  ]
-  announce(
-    f'positions={POSITIONS.value}\n| cartridges at once | trained alone | among others | sets |\n|---|---|---|---|'
-  )
-  for count in range(1, DOCUMENTS + 1):
-    (naive, sets), (mixed, _) = (right(documents, each, count, POSITIONS.value) for each in (alone, among))
-    announce(f'| {count} | {naive:.1%} | {mixed:.1%} | {sets} |')
+  rounds = [[trained(folder, document, 0, '', ()) for document in documents]]
+  for number in range(1, ROUNDS.value + 1):
+    before = rounds[-1]
+    rounds.append(
+      [
+        trained(folder, document, number, own, tuple(other for other in before if other != own))
+        for document, own in zip(documents, before, strict=True)
+      ]
+    )
+  counts = range(1, DOCUMENTS + 1)
+  announce(f'positions={POSITIONS.value}\n| k | {" | ".join(map(str, counts))} |\n|---|{"---|" * DOCUMENTS}')
+  for number, cartridges in enumerate(rounds):
+    found = [f'{right(documents, cartridges, count, POSITIONS.value):.0%}' for count in counts]
+    announce(f'| {f"round {number}" if number else "alone"} | {" | ".join(found)} |')
 
 
 if __name__ == '__main__':

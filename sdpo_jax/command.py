@@ -20,10 +20,11 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from sdpo_jax.command_lines import as_typed
-from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
+from sdpo_jax.config import Config, LoraConfig
 from sdpo_jax.config import config_files as config_files
 from sdpo_jax.config.fields import did_you_mean
 from sdpo_jax.config.help import settings_help
+from sdpo_jax.config.schema import BESIDE_SLOTS
 from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import is_failing, is_full
@@ -177,12 +178,12 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
     raise UserError(f'--{flag} is empty: name {where}, or leave it out.')
   section = {'adapter': 'model.lora.', 'cartridge': 'model.cartridge.'}[flag]
   for name, text in overrides():
-    if name.startswith(section) and name != 'model.cartridge.document':
+    if name.startswith(section) and name.removeprefix(section) not in BESIDE_SLOTS:
       raise UserError(f'--config.{name}={text} has no effect with --{flag}={path}, which determines {own}: omit one.')
   if flag == 'adapter':
     config.model.lora = LoraConfig(path=path)
   else:
-    config.model.cartridge = CartridgeConfig(path=path, document=config.model.cartridge.document)
+    config.model.cartridge = config.model.cartridge.starting_from(path)
 
 
 def parse(arguments: Sequence[str]) -> list[str]:

@@ -47,6 +47,10 @@ class LoraConfig:
     return self.rank is not None or bool(self.path)
 
 
+# Settings of a cartridge about what its teacher reads, and what is beside it.
+BESIDE_SLOTS = 'document divide_document teacher_scope max_chunk chunks_held distractors max_distractors'.split()
+
+
 @dataclasses.dataclass
 class CartridgeConfig:
   """Trained key-value slots that stand for a document (docs/cartridges.md)."""
@@ -113,6 +117,10 @@ class CartridgeConfig:
   max_distractors: int = setting(
     3, 'Maximum number of distractors of a prompt; the number is drawn from 0 on.', Range(at_least=1)
   )
+
+  def starting_from(self, path: str) -> CartridgeConfig:
+    """Return the settings with another `path`, whose cartridge determines its slots."""
+    return CartridgeConfig(path=path, **{name: getattr(self, name) for name in BESIDE_SLOTS})
 
   @property
   def used(self) -> bool:

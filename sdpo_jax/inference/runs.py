@@ -16,6 +16,7 @@ from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.config.fields import flatten, is_listed
 from sdpo_jax.config.overrides import from_dict
 from sdpo_jax.config.privacy import public_place
+from sdpo_jax.config.schema import BESIDE_SLOTS
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation
@@ -90,8 +91,8 @@ def open_run(
   # Only training reads distractors, which may be gone.
   model = dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, distractors=()))
   if teaches and config is not None and config.model.cartridge.document and model.cartridge.used:
-    slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
-    model = dataclasses.replace(model, cartridge=slots)
+    read = {name: getattr(config.model.cartridge, name) for name in BESIDE_SLOTS if name != 'distractors'}
+    model = dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, **read))
   config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir, teaches=teaches, refit=True)
   like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
@@ -247,8 +248,8 @@ def open_source(
   model_files.resolve(model, weights=False, setting='--model')  # Names the flag if there is no such model.
   if adapter is not None or cartridge is not None:
     lora = LoraConfig(path=adapter or '')
-    document = slots.document if teaches else ''
-    slots = CartridgeConfig(path=cartridge or '', positions=source.positions, document=document)
+    slots = (slots if teaches else CartridgeConfig()).starting_from(cartridge or '')
+    slots = dataclasses.replace(slots, positions=source.positions, distractors=())
   settings = dataclasses.replace(config.model, path=model, lora=lora, cartridge=slots)
   settings = _changed(settings, dtype, chat_template)
   config = dataclasses.replace(config, model=settings)

@@ -16,6 +16,7 @@ from sdpo_jax.data.prompts import ChatFormat, document_tokens
 from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
+from sdpo_jax.inference import runs
 from sdpo_jax.planner.document import tokens as planned_tokens
 from sdpo_jax.training import chunk_bank, documents, loop, step
 from sdpo_jax.training.opening import load_tokenizer
@@ -147,6 +148,11 @@ def test_a_run_samples_learns_and_evaluates_with_chunks(config, tmp_path, monkey
   for name in ('train/loss', 'eval/rows/kl_on_student', 'eval/rows/kl_on_teacher'):
     assert last[0][name] == last[1][name] > 0
   assert planned_tokens(config, 1024) == 64
+  # An evaluation of the exported cartridge measures the same, with the same chunks.
+  runs.export(str(tmp_path / 'whole'), str(tmp_path / 'exported'), 'student')
+  source = runs.RunOrModel(model=config.model.path, cartridge=str(tmp_path / 'exported'))
+  measured = runs.evaluate_source(config, source).metrics['rows']
+  np.testing.assert_allclose(measured['kl_on_teacher'], whole[-1]['eval/rows/kl_on_teacher'], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
