@@ -9,11 +9,11 @@ the 48 questions they answer, greedily. Everything is kept in FOLDER; an existin
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import time
 
-from absl import app, flags
 import numpy as np
 
 from sdpo_jax.command import announce
@@ -25,10 +25,6 @@ from sdpo_jax.quickstart.document_base import DocumentRecipe, make_document_base
 from sdpo_jax.training import loop
 from sdpo_jax.training.opening import load_tokenizer
 
-OUTPUT = flags.DEFINE_string('output', None, 'Folder to write to.', required=True)
-STEPS = flags.DEFINE_integer('steps', 300, 'Steps of the run, of 48 questions each.', lower_bound=1)
-SLOTS = flags.DEFINE_integer('slots', 16, 'Slots of the cartridge.', lower_bound=2)
-SEED = flags.DEFINE_integer('seed', 0, 'Seed of document and run.', lower_bound=0)
 WORDS, CHUNK = 10_240, 900
 RECIPE = DocumentRecipe(steps=200, facts=12, documents=4, filler=840)
 
@@ -61,20 +57,26 @@ def config_of(folder: pathlib.Path, steps: int, slots: int, seed: int) -> Config
   return config.validate()
 
 
-def main(_: list[str]) -> None:
-  folder = pathlib.Path(OUTPUT.value)
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder to write to')
+  parser.add_argument('--steps', type=int, default=300, help='steps of the run, of 48 questions each')
+  parser.add_argument('--slots', type=int, default=16, help='slots of the cartridge')
+  parser.add_argument('--seed', type=int, default=0, help='seed of document and run')
+  given = parser.parse_args()
+  folder = given.output
   folder.mkdir(parents=True, exist_ok=True)
   if not (folder / 'model').exists():
     began = time.process_time()
     make_document_base(folder / 'model', RECIPE, announce)
     announce(f'{time.process_time() - began:.0f} CPU-s for the model')
-  config = config_of(folder, STEPS.value, SLOTS.value, SEED.value)
-  write_book(folder, load_tokenizer(config), SEED.value)
+  config = config_of(folder, given.steps, given.slots, given.seed)
+  write_book(folder, load_tokenizer(config), given.seed)
   began = time.process_time()
-  result = loop.train(config, folder / f'run-{STEPS.value}-{SLOTS.value}-{SEED.value}', announce=announce)
-  right = result.evaluations[STEPS.value]
-  announce(f'{time.process_time() - began:.0f} CPU-s for {STEPS.value} steps: {right}')
+  result = loop.train(config, folder / f'run-{given.steps}-{given.slots}-{given.seed}', announce=announce)
+  right = result.evaluations[given.steps]['eval/prompts/mean@1']
+  announce(f'{time.process_time() - began:.0f} CPU-s for {given.steps} steps: {right:.1%} of the answers are right')
 
 
 if __name__ == '__main__':
-  app.run(main)
+  main()

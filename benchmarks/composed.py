@@ -2,19 +2,19 @@
 
   python -m benchmarks.composed --output=FOLDER
 
-Four documents of 16 facts each, with different keys, get a cartridge each, first alone. In every further round each goes
-on, with up to three others of the round before as distractors. The model answers the questions about every document,
-greedily, with its cartridge and those of k − 1 others of the same round, in random order. Everything is kept in FOLDER,
-and runs that are there are not repeated.
+Four documents of 16 facts each, with different keys, get a cartridge each, first alone. In every further round each
+goes on, with up to three others of the round before as distractors. The model answers the questions about every
+document, greedily, with its cartridge and those of k − 1 others of the same round, in random order. Everything is kept
+in FOLDER, and runs that are there are not repeated.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import pathlib
 import time
 
-from absl import app, flags
 import numpy as np
 
 from sdpo_jax.command import announce
@@ -24,10 +24,6 @@ from sdpo_jax.environments import facts
 from sdpo_jax.inference import runs
 from sdpo_jax.training import loop
 
-OUTPUT = flags.DEFINE_string('output', None, 'Folder to write to.', required=True)
-STEPS = flags.DEFINE_integer('steps', 200, 'Steps of every run, of 48 questions each.', lower_bound=1)
-ROUNDS = flags.DEFINE_integer('rounds', 3, 'Rounds among others.', lower_bound=0)
-POSITIONS = flags.DEFINE_enum('positions', 'overlap', ['overlap', 'sequential'], 'Positions of composed slots.')
 DOCUMENTS, FACTS = 4, 16
 
 
@@ -42,25 +38,27 @@ def write_documents(folder: pathlib.Path, seed: int = 0) -> list[pathlib.Path]:
   return files
 
 
-def config_of(document: pathlib.Path, start: str = '', distractors: tuple[str, ...] = ()) -> Config:
+def config_of(document: pathlib.Path, steps: int = 1, start: str = '', distractors: tuple[str, ...] = ()) -> Config:
   """Return the settings of a run on a document, from a cartridge or its first tokens."""
   config = cartridge_quickstart.get_config(str(document))
   if start:
     config.model.cartridge = config.model.cartridge.starting_from(start)
   config.model.cartridge.distractors = distractors
   config.data.val_max_samples, config.val_kwargs.temperature, config.val_kwargs.n = FACTS, 0.0, 1
-  config.trainer.total_training_steps = config.trainer.save_freq = STEPS.value
+  config.trainer.total_training_steps = config.trainer.save_freq = steps
   config.trainer.test_freq = 0
   return config.validate()
 
 
-def trained(folder: pathlib.Path, document: pathlib.Path, number: int, start: str, others: tuple[str, ...]) -> str:
+def trained(
+  folder: pathlib.Path, document: pathlib.Path, number: int, steps: int, start: str = '', others: tuple[str, ...] = ()
+) -> str:
   """Train a cartridge of a round, unless it is there, and return its directory."""
   exported = folder / f'{document.stem}-{number}'
   if not exported.exists():
     began = time.process_time()
     workdir = folder / f'run-{exported.name}'
-    loop.train(config_of(document, start, others), workdir)
+    loop.train(config_of(document, steps, start, others), workdir)
     runs.export(str(workdir), str(exported), 'student')
     announce(f'{exported.name}: {time.process_time() - began:.0f} CPU-s')
   return str(exported)
@@ -78,25 +76,31 @@ def right(documents: list[pathlib.Path], cartridges: list[str], count: int, posi
   return float(np.mean(found))
 
 
-def main(_: list[str]) -> None:
-  folder = pathlib.Path(OUTPUT.value)
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--output', type=pathlib.Path, required=True, help='folder to write to')
+  parser.add_argument('--steps', type=int, default=200, help='steps of every run, of 48 questions each')
+  parser.add_argument('--rounds', type=int, default=3, help='rounds among others')
+  parser.add_argument('--positions', choices=('overlap', 'sequential'), default='overlap', help='of composed slots')
+  given = parser.parse_args()
+  folder = given.output
   folder.mkdir(parents=True, exist_ok=True)
   documents = write_documents(folder)
-  rounds = [[trained(folder, document, 0, '', ()) for document in documents]]
-  for number in range(1, ROUNDS.value + 1):
+  rounds = [[trained(folder, document, 0, given.steps) for document in documents]]
+  for number in range(1, given.rounds + 1):
     before = rounds[-1]
     rounds.append(
       [
-        trained(folder, document, number, own, tuple(other for other in before if other != own))
+        trained(folder, document, number, given.steps, own, tuple(other for other in before if other != own))
         for document, own in zip(documents, before, strict=True)
       ]
     )
   counts = range(1, DOCUMENTS + 1)
-  announce(f'positions={POSITIONS.value}\n| k | {" | ".join(map(str, counts))} |\n|---|{"---|" * DOCUMENTS}')
+  announce(f'positions={given.positions}\n| k | {" | ".join(map(str, counts))} |\n|---|{"---|" * DOCUMENTS}')
   for number, cartridges in enumerate(rounds):
-    found = [f'{right(documents, cartridges, count, POSITIONS.value):.0%}' for count in counts]
+    found = [f'{right(documents, cartridges, count, given.positions):.0%}' for count in counts]
     announce(f'| {f"round {number}" if number else "alone"} | {" | ".join(found)} |')
 
 
 if __name__ == '__main__':
-  app.run(main)
+  main()
