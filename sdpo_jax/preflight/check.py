@@ -98,7 +98,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
 
   document = 0
   if config.model.cartridge.used:
-    document = len(read_texts(local, tokenizer, teaches=spec.needs_teacher).document or ())
+    document = len(read_texts(local, tokenizer, teaches=spec.reads_teacher).document or ())
   report.add('Model and devices', *_machine(local, policy, mesh, document))
   # Files of environments.modules register the graders and generators named by rows and sources.
   with Graders(config.environments) as graders:

@@ -155,7 +155,7 @@ def make_session(
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
   teacher: Teacher | None = None  # The model itself.
   if config.model.cartridge.used:
-    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
+    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.reads_teacher)
     if texts.document is not None:
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
