@@ -368,7 +368,7 @@ MUTANTS = (
   *_in(
     'sdpo_jax/training/step.py',
     'tests/training/test_step.py',
-    ('outcomes stay while completions move', '[outcomes[sample] for sample in order]', 'outcomes'),
+    ('outcomes stay while completions move', '[graded.outcomes[sample] for sample in order]', 'graded.outcomes'),
     ('a question that stands twice is two', 'if config.data.group_duplicates:', 'if False:'),
   ),
   *_in(

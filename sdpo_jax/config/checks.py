@@ -160,10 +160,11 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
 
 
 def _check_writer(config: schema.Sections) -> None:
-  """Raise UserError if the teacher samples the completions and another setting requires that the student does."""
-  if config.rollout.sampled_by != 'teacher':
+  """Raise UserError if the student does not sample the completions and another setting requires that it does."""
+  writer = config.rollout.sampled_by
+  if writer == 'student':
     return
-  actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
+  actor, sd, written = config.actor, config.actor.self_distillation, f'rollout.sampled_by={writer!r}'
   _require(
     config.model.cartridge.used,
     f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave '
@@ -182,7 +183,7 @@ def _check_writer(config: schema.Sections) -> None:
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
     f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
-    'would undo that the teacher draws the tokens; set rollout_is to None.',
+    'would undo that the student does not draw the tokens; set rollout_is to None.',
   )
   _require(
     not actor.kl_loss_coef,
@@ -191,7 +192,7 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set steps_off '
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: the writer is the same in all steps; set steps_off '
     'to 0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
@@ -200,6 +201,13 @@ def _check_writer(config: schema.Sections) -> None:
     f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio '
     'assumes that the student drew the tokens; set is_clip to None.',
   )
+  for holds, fault in (
+    (sd.alpha == 0, f'{_DISTILLATION}.alpha={sd.alpha}: others need more than stored log-probs; set it to 0'),
+    (sd.distillation_topk, f'{_DISTILLATION}.distillation_topk=None: set it to the most that a token has, e.g. 20'),
+    (config.rollout.temperature == 1, 'another rollout.temperature than that of the stored log-probs; set it to 1'),
+    (config.rollout.n == 1, f'rollout.n={config.rollout.n}: every answer is stored once; set it to 1'),
+  ):
+    _require(writer != 'data' or bool(holds), f'{written} with {fault}.')
 
 
 def _check_measured_divergence(config: schema.Sections) -> None:

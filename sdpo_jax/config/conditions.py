@@ -87,7 +87,8 @@ _SLOTS = _set('model.cartridge.tokens'), _set('model.cartridge.path')
 _CARTRIDGE = _any(*_SLOTS, otherwise='without a cartridge: set model.cartridge.tokens')
 _SHOWN, _FAILED = _set('include_demonstration'), _set('include_failed_attempt')
 _SAID = _set('include_environment_feedback')
-_TEACHES = _all(_SDPO, _TAUGHT, otherwise="as no teacher reads it: set actor.policy_loss.loss_mode to 'sdpo'")
+_ASKED = _set('rollout.sampled_by', 'student', 'teacher')
+_TEACHES = _all(_SDPO, _TAUGHT, _ASKED, otherwise="as no teacher reads it: set actor.policy_loss.loss_mode to 'sdpo'")
 _BEGINS = _set('model.cartridge.initializer', 'document'), _off('model.cartridge.path', '')
 _STEP = 'actor.ppo_mini_batch_size'
 _ONE_STEP = 'with one optimizer step per generation batch, in which the ratio is 1: lower actor.ppo_mini_batch_size'
@@ -122,6 +123,7 @@ REFUSED: Table = (
   (_HYBRID, 'algorithm.sdpo_coef algorithm.policy_gradient_coef'),
   (_TOPK, 'distillation_topk_of'),
   (_NO_ENDPOINT, 'distillation_topk_of'),
+  (_ASKED, 'distillation_topk_of trainer.test_divergence'),
   (_ENDPOINT, _of('teacher_endpoint', 'dialect model tokenizer top_k api_key_env')),
   (_WRITTEN, _of('feedback_endpoint', 'url model api_key_env')),
   (_WRITES, 'feedback_max_prompt_len feedback_max_tokens feedback_temperature feedback_keeps_output'),
@@ -162,6 +164,7 @@ ANNOUNCED: Table = (
   (_ENDPOINT, 'teacher_endpoint'),
   (_WRITTEN, 'feedback_endpoint'),
   (_NO_ENDPOINT, 'distillation_topk topk_method'),
+  (_ASKED, 'topk_method distillation_add_tail rollout.top_p rollout.top_k rollout.min_p'),
   (_FULL, 'distillation_topk teacher_endpoint.top_k'),
   (_TOPK, 'topk_method'),
   (_any(_TOPK, _all(_FULL, _ENDPOINT), otherwise=_NO_TOPK), 'distillation_add_tail'),

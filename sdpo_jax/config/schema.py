@@ -257,11 +257,12 @@ class SamplingConfig:
 class RolloutConfig(SamplingConfig):
   """How training completions are sampled."""
 
-  sampled_by: Literal['student', 'teacher'] = setting(
+  sampled_by: Literal['student', 'teacher', 'data'] = setting(
     'student',
     "Model that samples the training completions. 'student': the trained model (on-policy); 'teacher': for a "
     'cartridge, the model that reads the document; if mesh.fsdp divides the model, its sampler gathers weights of '
-    'its own. Evaluations always sample from the student.',
+    "its own; 'data': none, as data.train_files hold conversations with log-probs (docs/cartridges.md), at most "
+    'distillation_topk for each token. Evaluations always sample from the student.',
   )
   steps_off: int = setting(
     0,

@@ -16,8 +16,8 @@ _REPEATING = 16  # Rows of texts that repeat the one before which are read at on
 _VALUE = 8  # Bytes of a number, and the least that an element of a list takes.
 
 
-def read(source: str, content: bytes) -> list[dict[str, Any]]:
-  """Return all rows of a parquet file.
+def read(source: str, content: bytes, arrays: bool = False) -> list[dict[str, Any]]:
+  """Return all rows of a parquet file; with `arrays`, lists of numbers are NumPy arrays, which take less memory.
 
   Raises:
     UserError: it is not a parquet file, a row has more than `rows.LARGEST_ROW` bytes, all have more than such a
@@ -30,7 +30,8 @@ def read(source: str, content: bytes) -> list[dict[str, Any]]:
     raise UserError(f'{source!r} is a parquet file, and reading it needs pyarrow: pip install pyarrow.') from error
   try:
     _check(source, content)
-    return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    table = pyarrow.parquet.read_table(io.BytesIO(content))
+    return sum(map(_with_arrays, table.to_struct_array().chunks), []) if arrays else table.to_pylist()
   except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # The last two for texts and dates.
     raise UserError(f'{source!r} is not a readable parquet file: {first_line(error).rstrip(".")}.') from error
 
@@ -96,6 +97,23 @@ def _sizes(array: Any) -> np.ndarray:
   if types.is_string(kind) or types.is_binary(kind) or types.is_large_string(kind) or types.is_large_binary(kind):
     return _numbers(compute.binary_length(array))
   return np.full(len(array), kind.byte_width if types.is_fixed_size_binary(kind) else _VALUE)
+
+
+def _with_arrays(array: Any) -> list[Any]:
+  """Return the elements of an arrow array as Python's values, lists of numbers as NumPy arrays with NaN for null."""
+  from pyarrow import types
+
+  kind = array.type
+  if types.is_struct(kind):
+    found = [dict(zip(kind.names, row, strict=True)) for row in zip(*map(_with_arrays, array.flatten()), strict=True)]
+  elif types.is_list(kind) or types.is_large_list(kind):
+    plain = types.is_primitive(kind.value_type)
+    inner = array.values.to_numpy(zero_copy_only=False) if plain else _with_arrays(array.values)
+    ends = array.offsets.to_pylist()
+    found = [inner[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+  else:
+    return array.to_pylist()
+  return [value if there else None for value, there in zip(found, array.is_valid().to_pylist(), strict=True)]
 
 
 def _numbers(array: Any) -> np.ndarray:

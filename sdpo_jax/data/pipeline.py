@@ -49,6 +49,7 @@ class TrainIterator(Iterator[list[Example]]):
     *,
     process_index: int = 0,
     process_count: int = 1,
+    reader: Callable[[str, str], list[Example]] | None = None,
   ):
     """Read and check every row.
 
@@ -60,6 +61,7 @@ class TrainIterator(Iterator[list[Example]]):
       registry: the module `sdpo_jax.environments.registry`.
       process_index: index of this process, from 0.
       process_count: number of processes that share each batch.
+      reader: reads the examples of a file, given its source and setting; None: `examples_of_file`.
 
     Raises:
       UserError: missing file, malformed row, over-long prompt, unknown environment or generator, fewer rows than a
@@ -74,7 +76,7 @@ class TrainIterator(Iterator[list[Example]]):
     self._mine = slice(process_index * share, (process_index + 1) * share)
     setting = 'data.train_files'
     files = {
-      at: read_examples(source, 'train', data, prompts, tokenizer, registry, setting=setting)
+      at: read_examples(source, 'train', data, prompts, tokenizer, registry, setting=setting, reader=reader)
       for at, source in enumerate(data.train_files)
       if not sources.is_generator(source)
     }
@@ -203,13 +205,14 @@ def read_examples(
   *,
   setting: str,
   limit: int | None = None,
+  reader: Callable[[str, str], list[Example]] | None = None,
 ) -> list[Example]:
   """Return the checked examples of the first `limit` rows of a file, in order.
 
   Raises:
     UserError: a row is faulty; the message names file and line of the first fault.
   """
-  found = examples_of_file(source, split, data.environment, setting, limit)
+  found = reader(source, setting) if reader else examples_of_file(source, split, data.environment, setting, limit)
   check_environments(found, registry)
   return fitting(tokenizer, found, prompts, source)
 

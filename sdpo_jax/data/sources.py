@@ -68,7 +68,7 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
   return factory(split, seed, **options)
 
 
-def read_rows(source: str, setting: str) -> Sequence[RawRow]:
+def read_rows(source: str, setting: str, arrays: bool = False) -> Sequence[RawRow]:
   """Return all rows of a file or a hub data set; only the file's own syntax is checked.
 
   Names ending in .parquet are parquet files, in .csv CSV files with a header, and in .txt text files, in which every
@@ -78,30 +78,31 @@ def read_rows(source: str, setting: str) -> Sequence[RawRow]:
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub_datasets.files`).
     setting: name of the setting that holds the source, for messages.
+    arrays: as in `parquet_rows.read`.
 
   Raises:
     UserError: no such file, not readable, not in one of these formats (the line is named), without rows, or a row is
       larger than `LARGEST_ROW`.
   """
-  rows = (_of_hub if hub_datasets.is_hub(source) else _of_file)(source, setting)
+  rows = (_of_hub if hub_datasets.is_hub(source) else _of_file)(source, setting, arrays)
   if not rows:
     raise UserError(f'{setting}: {source!r} holds no rows.')
   return rows
 
 
-def _of_hub(source: str, setting: str) -> list[RawRow]:
+def _of_hub(source: str, setting: str, arrays: bool) -> list[RawRow]:
   values = []
   for files, part in hub_datasets.files(source, setting):
-    rows = [row.value for file in files for row in _of_file(str(file), setting)]
+    rows = [row.value for file in files for row in _of_file(str(file), setting, arrays)]
     values += hub_datasets.taken(rows, part)
   return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
 
 
-def _of_file(source: str, setting: str) -> list[RawRow]:
+def _of_file(source: str, setting: str, arrays: bool) -> list[RawRow]:
   content = _read(source, setting)
   name = source.lower()
   if name.endswith('.parquet'):
-    values = parquet_rows.read(source, content)
+    values = parquet_rows.read(source, content, arrays)
     return [RawRow(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
   text = _decode(source, content)
   if name.endswith('.csv'):

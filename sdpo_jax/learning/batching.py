@@ -97,7 +97,7 @@ class GenerationBatch:
   prompts: list[list[int]]  # N student prompts.
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
-  distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher has extra context; others count in no denominator.
+  distill_mask: np.ndarray  # [N, T] float32, how often a token counts in denominators: where there is no teacher, 0.
   # [N] bool, samples that are learned from; None: all. The others enter no term of the loss.
   graded: np.ndarray | None = None
   # [N] bool, samples of `graded` with a score, which the policy gradient uses. None: all of them.

@@ -34,7 +34,7 @@ class ObjectiveConfig:
   full_logit_distillation: bool = True
   alpha: float = 0.5
   distillation_topk: int | None = 100
-  distillation_add_tail: bool = True
+  distillation_add_tail: bool | None = True  # None: neither a tail bucket nor renormalised.
   is_clip: float | None = 2.0
   rollout_is_threshold: float = 2.0
   temperature: float = 1.0
@@ -91,7 +91,7 @@ def objective(
 ) -> tuple[jax.Array, Aux]:
   """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H + Σ kl_coef·k, over unmasked tokens.
 
-  D is the divergence of teacher and student: over the student's top K with a tail bucket or renormalised,
+  D is the divergence of teacher and student: over the student's top K with a tail bucket, renormalised or neither,
   over the whole vocabulary (distillation_topk None), over an external teacher's tokens, or the sampled token's
   stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient, where π_old is π without old
   log-probs; 1 with is_clip None. w = min(exp(log π − log π_sampler), rollout_is_threshold), without gradient; 1 without

@@ -48,7 +48,7 @@ class TermSettings:
 
   kind: Literal['full', 'topk', 'sampled']  # Domain of the divergence: the vocabulary, K tokens, the sampled one.
   known_alpha: float | None  # Alpha if it is known at compile time; None: it is `TermScalars.alpha`.
-  add_tail: bool  # Whether a tail bucket holds the probability outside the support; else the support is renormalised.
+  add_tail: bool | None  # A tail bucket holds the probability outside the support; False: renormalised; None: neither.
   use_ratio: bool  # Whether the divergence is weighted by the importance ratio.
   kl_kind: str = 'k3'  # Estimate of the KL divergence from the initial policy, see `kl_penalty`.
 
@@ -142,15 +142,16 @@ class Auxiliary:
 
 
 def support_divergence(
-  student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool, tail: jax.Array | None = None
+  student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool | None, tail: jax.Array | None = None
 ) -> jax.Array:
-  """Return the divergence [C] between log-probs [C, K] on one support, with a tail bucket or renormalised.
+  """Return the divergence [C] between log-probs [C, K] on one support, as `TermSettings.add_tail` says.
 
   With `add_tail`, tokens whose `tail` [C] is 0 still have no tail bucket; None: all tokens have one.
   """
   chex.assert_rank([student, teacher], 2)
   if not add_tail:
-    return divergences.divergence(divergences.renormalised(student), divergences.renormalised(teacher), alpha)
+    made = jnp.asarray if add_tail is None else divergences.renormalised
+    return divergences.divergence(made(student), made(teacher), alpha)
   student, teacher = divergences.with_tail(student), divergences.with_tail(teacher)
   if tail is not None:
     chex.assert_shape(tail, student.shape[:1])
@@ -286,9 +287,7 @@ def loss_terms(
   def of_active(values: jax.Array) -> jax.Array:
     return jnp.where(active, values, 0).astype(dtype)
 
-  old_log_prob = lax.stop_gradient(log_prob)
-  if tokens.old_log_probs is not None:
-    old_log_prob = of_active(tokens.old_log_probs)
+  old_log_prob = lax.stop_gradient(log_prob) if tokens.old_log_probs is None else of_active(tokens.old_log_probs)
   per_token = {'log_prob': log_prob, 'entropy': student.entropy}
   weight = None
   if tokens.sampling_log_probs is not None:

@@ -23,7 +23,7 @@ def tokens(config: Config, positions: int | None) -> int:
     UserError: neither gives the number, or a run would reject a document of that length.
   """
   cartridge, given = config.model.cartridge, config.plan.document_tokens
-  if not cartridge.used or not objective_spec(config).needs_teacher:
+  if not cartridge.used or not objective_spec(config).reads_teacher:
     return 0
   if cartridge.teacher_scope == 'chunk':
     given = cartridge.max_chunk

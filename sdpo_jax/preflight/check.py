@@ -98,7 +98,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
 
   document = 0
   if config.model.cartridge.used:
-    read = read_texts(local, tokenizer, teaches=spec.needs_teacher).document
+    read = read_texts(local, tokenizer, teaches=spec.reads_teacher).document
     document = 0 if read is None else read_at_once(local, len(read))
   report.add('Model and devices', *_machine(local, policy, mesh, document))
   # Files of environments.modules register the graders and generators named by rows and sources.

@@ -13,6 +13,7 @@ from sdpo_jax.data import pipeline, sources
 from sdpo_jax.data.prompts import Tokenizer, name, named_chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import short_repr
+from sdpo_jax.training.questions import file_reader
 from sdpo_jax.training.specs import chat_format
 from sdpo_jax.types import Example
 
@@ -44,12 +45,13 @@ def training_questions(config: Config) -> list[Example]:
     UserError: a source cannot be read, a row is malformed, or it names an unknown grader.
   """
   found: list[Example] = []
+  reader, setting, environment = file_reader(config), 'data.train_files', config.data.environment
   for source in config.data.train_files:
     if sources.is_generator(source):
       generate = sources.make_generator(source, 'train', config.seed, registry)
       found += [generate(index) for index in range(DRAWN)]
     else:
-      found += pipeline.examples_of_file(source, 'train', config.data.environment, 'data.train_files')
+      found += reader(source, setting) if reader else pipeline.examples_of_file(source, 'train', environment, setting)
   pipeline.check_environments(found, registry)
   return found
 

@@ -10,7 +10,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.learning.batching import GenerationBatch
 from sdpo_jax.learning.readings import TopTokens
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import endpoint_teacher, feedback_writing, top_tokens
+from sdpo_jax.training import endpoint_teacher, feedback_writing, stored_answers, top_tokens
 from sdpo_jax.training.ahead import Ahead, SampledBatch
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts, learned_from
@@ -36,21 +36,24 @@ class AroundStep:
     """Sample and grade the batches that must exist before the update of `step`.
 
     Returns:
-      Those batches, and the batch of `step`, which may have been sampled before.
+      Those batches, and the batch of `step`, which may have been sampled before, or read from the data.
 
     Raises:
       StoppedError: the run was told to stop.
       UserError: a batch could not be graded.
     """
     drawn = [self._draw(state, step, later, timer) for later in self.ahead.missing(step)]
-    return drawn, self.ahead.take(step)
+    return [] if self.session.config.rollout.sampled_by == 'data' else drawn, self.ahead.take(step)
 
   def _draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
     with self.joint_errors.alone():
       position, examples = self.ahead.ask()
     self.joint_errors.meet(f'the questions of step {later}')
     session, stop = self.session, self.preemption
-    graded = rollout_and_grade(session, self.graders, state, examples, later, timer, stop)
+    if session.config.rollout.sampled_by == 'data':
+      graded = stored_answers.read(session, examples)
+    else:
+      graded = rollout_and_grade(session, self.graders, state, examples, later, timer, stop)
     if feedback_writing.is_used(session.config):
       with timer('feedback'):
         feedback_writing.write(session, graded, state, sampling_seed(state), later, stop)
@@ -67,13 +70,15 @@ class AroundStep:
     return self.gathering.take()
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
-    """Return the scores of an external teacher; None if the teacher is on the mesh, or there is none.
+    """Return the scores of an external teacher, or the stored ones; None if a teacher is on the mesh, or there is none.
 
     Raises:
       UserError: the teacher could not score a completion; the state is intact.
       StoppedError: the run was told to stop; the state is intact.
     """
     endpoint, spec, context = self.session.endpoint, self.session.spec, learned.context
+    if self.session.config.rollout.sampled_by == 'data':
+      return stored_answers.signal(learned.graded, spec.external_support)
     if endpoint is None:
       return None
     wanted = (context.mask > 0) & learned_from(spec, learned.graded)

@@ -101,7 +101,7 @@ class Chunks:
 
 def check(config: Config, tokenizer: Any, examples: Sequence[Example]) -> None:
   """Check that every question names its chunk, if the teacher reads one; errors as in `Chunks.of`."""
-  if config.model.cartridge.teacher_scope == 'chunk' and objective_spec(config).needs_teacher:
+  if config.model.cartridge.teacher_scope == 'chunk' and objective_spec(config).reads_teacher:
     chunks = Chunks(config, tokenizer)
     for example in examples:
       chunks.of(example)

@@ -40,7 +40,7 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
   Args:
     config: settings with a cartridge.
     tokenizer: tokenizer of the model.
-    teaches: whether the teacher's document is needed, i.e. the objective has a teacher.
+    teaches: whether the teacher's document is needed, i.e. the objective has a teacher that reads.
 
   Raises:
     UserError: a file cannot be read, is empty, or has fewer tokens than there are slots or more than the model has

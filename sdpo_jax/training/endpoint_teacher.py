@@ -28,7 +28,7 @@ def opened(config: Config) -> contextlib.AbstractContextManager[Endpoint | None]
     UserError: no address is set, or an environment variable is missing.
   """
   support = objective_spec(config).external_support
-  if support is None:
+  if support is None or not config.actor.self_distillation.teacher_endpoint.used:
     return contextlib.nullcontext()
   vocab_size = huggingface.read_policy(config.model.path, config.model).vocab_size
   settings = dataclasses.replace(config.actor.self_distillation.teacher_endpoint, top_k=support)

@@ -184,7 +184,7 @@ def _steps_of(
   held_out = held_out_questions(config, tokenizer) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
-  teaches = objective_spec(config).needs_teacher
+  teaches = objective_spec(config).reads_teacher
   texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else None
   chunk_bank.check(config, tokenizer, [*iterator.questions, *(held_out if config.trainer.test_divergence else ())])
   if teacher_model.is_used(config):

@@ -157,7 +157,7 @@ def make_session(
   teacher: Teacher | None = None  # The model itself.
   chunks: ChunkBank | None = None
   if config.model.cartridge.used:
-    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
+    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.reads_teacher)
     if texts.document is not None and config.model.cartridge.teacher_scope == 'chunk':
       chunks = ChunkBank(config, policy, parameters, Chunks(config, tokenizer))
       teacher = Teacher(chunks.policy, chunks.base, beside_student=True)

@@ -246,14 +246,15 @@ def abstract_batch(
 def sampling_programs(run: Run) -> dict[str, Program]:
   """Return the sampler's programs in training, and those that evaluations need in addition.
 
-  If the teacher samples the training completions, there are two samplers, which share no programs.
+  If the teacher samples the training completions, there are two samplers, which share no programs; if they are stored,
+  only evaluations sample.
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
-  training = [(config.data.train_batch_size * config.rollout.n, False)]
+  training = [(config.data.train_batch_size * config.rollout.n, False)] if config.rollout.sampled_by != 'data' else []
   evaluation = [(evaluated, True)] if evaluated else []
-  if config.rollout.sampled_by == 'student':
-    return _of_sampler(run, *student, training + evaluation)
+  if config.rollout.sampled_by != 'teacher':
+    return _of_sampler(run, *student, training + evaluation) if training + evaluation else {}
   found = _of_sampler(run, *_teacher(run), training)
   return found | _of_sampler(run, *student, evaluation) if evaluation else found
 

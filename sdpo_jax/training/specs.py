@@ -25,7 +25,9 @@ def objective_spec(config: Config) -> ObjectiveSpec:
   distillation = sdpo and not (hybrid and algorithm.sdpo_coef == 0)
   correction = algorithm.rollout_correction
   sampled, endpoint = not actor.self_distillation.full_logit_distillation, actor.self_distillation.teacher_endpoint
-  external = distillation and endpoint.used
+  stored = config.rollout.sampled_by == 'data'
+  external = distillation and (endpoint.used or stored)
+  support = actor.self_distillation.distillation_topk if stored else endpoint.top_k
   return ObjectiveSpec(
     distillation=distillation,
     policy_gradient=algorithm.policy_gradient_coef > 0 if sdpo and hybrid else not sdpo,
@@ -34,7 +36,7 @@ def objective_spec(config: Config) -> ObjectiveSpec:
     on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
     rollout_weights=correction.rollout_is is not None,
     reprompts=distillation and actor.self_distillation.teacher_context == 'reprompt',
-    external_support=(1 if sampled else endpoint.top_k) if external else None,
+    external_support=(1 if sampled else support) if external else None,
     samples_divergence=sampled,
     normalised_weights=correction.rollout_is_batch_normalize,
   )
@@ -44,8 +46,9 @@ def objective_config(config: Config) -> ObjectiveConfig:
   """Return the settings of the objective's terms."""
   sd = config.actor.self_distillation
   named = _named(ObjectiveConfig, sd, config.actor.policy_loss, config.algorithm.rollout_correction)
+  tail = None if config.rollout.sampled_by == 'data' else sd.distillation_add_tail  # Stored log-probs stay as they are.
   return ObjectiveConfig(
-    **named | {'alpha': float(sd.alpha)},
+    **named | {'alpha': float(sd.alpha), 'distillation_add_tail': tail},
     temperature=float(config.rollout.temperature),
     kl_kind=config.actor.kl_loss_type,
     chunk_size=config.actor.logits_chunk_size,

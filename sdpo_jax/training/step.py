@@ -55,7 +55,7 @@ class Hooks(Protocol):
     """Return the completions that the update learns from; None: too few wait for one."""
 
   def ask(self, learned: GatheredBatch) -> TeacherSignal | None:
-    """Return the signal of an external teacher; None: there is no such teacher."""
+    """Return the signal of an external teacher, or the stored one; None: there is none."""
 
   def read(self, state: TrainState, batch: batching.GenerationBatch, step: int, timer: Timer) -> Any:
     """Return data about student and teacher before the update, to be written with the rollouts."""
@@ -161,20 +161,20 @@ def rollout_and_grade(
   check_graded(outcomes, config.environments.max_ungraded_fraction)
   if config.data.group_duplicates:
     rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
-  order = np.arange(len(rollouts))
-  if config.trainer.batch_order == 'balanced':
-    lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
-    order = balanced_order(lengths, config.trainer.balance_partitions)
-    rollouts, outcomes = rollouts.take(order), [outcomes[sample] for sample in order]
-  return GradedRollouts(
-    examples,
-    prompts,
-    rollouts,
-    outcomes,
-    sample_ids=order,
-    graders_busy_s=grading.busy_s,
-    sampling=sampler.stats,
-  )
+  ids = np.arange(len(rollouts))
+  graded = GradedRollouts(examples, prompts, rollouts, outcomes, ids, grading.busy_s, sampler.stats)
+  return in_batch_order(config, graded)
+
+
+def in_batch_order(config: Config, graded: GradedRollouts) -> GradedRollouts:
+  """Return a graded batch, in the order of sampling until now, in that of `trainer.batch_order`."""
+  if config.trainer.batch_order != 'balanced':
+    return graded
+  rollouts = graded.rollouts
+  lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
+  order = balanced_order(lengths, config.trainer.balance_partitions)
+  outcomes = [graded.outcomes[sample] for sample in order]
+  return dataclasses.replace(graded, rollouts=rollouts.take(order), outcomes=outcomes, sample_ids=order)
 
 
 def sampling_seed(state: TrainState) -> int:
@@ -223,7 +223,7 @@ def build_batch(
     context: the teacher's prompts; None: there is no teacher.
     metrics: receives `rollout_corr/*` if log-probs are computed.
     stop: whether the run is to stop; checked before every micro-batch whose log-probs are fetched.
-    signal: result of `endpoint_teacher.signal`; None: the teacher, if there is one, is on the devices.
+    signal: result of `Hooks.ask`; None: the teacher, if there is one, is on the devices.
     step: number of the generation batch, by which distractors are drawn.
 
   Raises:
@@ -250,6 +250,9 @@ def build_batch(
     members=per_sample(session.members(graded.examples)),
     mixtures=per_sample(session.mixtures(graded.examples, step)),
   )
+  if config.rollout.sampled_by == 'data':  # The published loss is a mean over log-probs, not over tokens.
+    entries = (signal.token_ids >= 0).sum(-1).astype(np.float32)
+    batch.distill_mask, batch.distill_weights = batch.distill_mask * entries, 1 / np.maximum(entries, 1)
   if spec.needs_advantages:
     batch.scored = graded_of(graded.outcomes)
     batch.advantages = per_token(advantages_of(config, graded))
@@ -289,7 +292,7 @@ def rollout_correction(
     batch: the generation batch of these completions; ungraded ones do not count in the weights.
   """
   rollouts, mask = batch.rollouts, batch.rollouts.completion_mask
-  if session.config.rollout.sampled_by == 'teacher':
+  if session.config.rollout.sampled_by != 'student':
     return None, {}  # The difference would be between two models, not between two programs of one model.
   metrics = mismatch(log_probs, rollouts.sampling_log_probs, mask)
   if not session.spec.rollout_weights:

@@ -93,6 +93,17 @@ KINDS = {  # Runs of several kinds, by what they change.
     f'{SD}.teacher_context': 'prompt',
     f'{SD}.teacher_regularization': 'base',
   },
+  'stored answers': {
+    'model.cartridge.tokens': 4,
+    'model.cartridge.initializer': 'text',
+    'model.cartridge.init_text': 't.txt',
+    'rollout.sampled_by': 'data',
+    'rollout.n': 1,
+    'algorithm.rollout_correction.rollout_is': None,
+    f'{SD}.alpha': 0.0,
+    f'{SD}.teacher_context': 'prompt',
+    f'{SD}.teacher_regularization': 'base',
+  },
   'slots without a teacher': {
     'model.cartridge.tokens': 4,
     'model.cartridge.initializer': 'text',
@@ -118,7 +129,6 @@ ALWAYS = {
     f'rollout.{name}': 'the sampler, which draws the completions of every run'
     for name in (
       *('sampled_by', 'steps_off', 'stop', 'stop_token_ids', 'max_batch_rows', 'decode_chunk', 'cache_dtype'),
-      *('top_p', 'top_k', 'min_p'),
     )
   },
   'actor.ppo_epochs': 'the loop over optimizer steps',
@@ -294,6 +304,7 @@ def built(config: Config, prompts) -> list:
     'divergences': evaluates and config.trainer.test_divergence,
     'perplexities': evaluates and config.trainer.test_perplexity,
     'weights of rollouts': terms.rollout_weights and correction,
+    'truncation': config.rollout.sampled_by != 'data' and config.rollout.method(),
     'advantages': terms.needs_advantages and config.actor.policy_loss.norm_adv_by_std_in_grpo,
     'groups': (terms.needs_advantages or terms.reprompts) and config.data.group_duplicates,
     "the teacher's prompts": terms.reprompts and prompts(config),
@@ -305,8 +316,8 @@ def built(config: Config, prompts) -> list:
     'a writer on a server': terms.reprompts and sd.feedback_model == 'endpoint' and sd.feedback_endpoint,
     'an adapter': config.model.lora.used and config.model.lora,
     'a cartridge': slots.used and dataclasses.replace(slots, document='', divide_document=None),
-    'its document': (terms.needs_teacher or slots.initializer == 'document') and slots.document,
-    "the document's place": terms.needs_teacher and slots.divide_document,
+    'its document': (terms.reads_teacher or slots.initializer == 'document') and slots.document,
+    "the document's place": terms.reads_teacher and slots.divide_document,
     'alarms': config.alarms.rules and config.alarms.action,
     'rollbacks': config.alarms.rules and config.alarms.action == 'rollback' and config.alarms.max_rollbacks,
     'partitions': config.trainer.batch_order == 'balanced' and config.trainer.balance_partitions,

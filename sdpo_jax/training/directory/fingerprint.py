@@ -114,7 +114,7 @@ def take(
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
-  teaches = objective_spec(config).needs_teacher
+  teaches = objective_spec(config).reads_teacher
   texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else Texts(None, None)
   devices = jax.devices()
   training = rewards.names(iterator.environments)
