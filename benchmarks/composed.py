@@ -3,7 +3,8 @@
   python -m benchmarks.composed --output=FOLDER
 
 Four documents of 16 facts each, with different keys, get a cartridge each, first alone. In every further round each
-goes on, with up to three others of the round before as distractors. The model answers the questions about every
+goes on, with up to three others of the round before as distractors, and half of its questions are about their
+documents: it learns to be heard among them, and to keep silent. The model answers the questions about every
 document, greedily, with its cartridge and those of k − 1 others of the same round, in random order. Everything is kept
 in FOLDER, and runs that are there are not repeated.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import pathlib
+import re
 import time
 
 import numpy as np
@@ -20,9 +23,11 @@ import numpy as np
 from sdpo_jax.command import announce
 from sdpo_jax.config import Config
 from sdpo_jax.configs import cartridge_quickstart
+from sdpo_jax.data.self_study import Document
 from sdpo_jax.environments import facts
 from sdpo_jax.inference import runs
 from sdpo_jax.training import loop
+from sdpo_jax.training.opening import load_tokenizer
 
 DOCUMENTS, FACTS = 4, 16
 
@@ -38,12 +43,31 @@ def write_documents(folder: pathlib.Path, seed: int = 0) -> list[pathlib.Path]:
   return files
 
 
+def write_questions(documents: list[pathlib.Path]) -> pathlib.Path:
+  """Write questions about the first document, and as many about the others, and return their file."""
+  file = documents[0].with_suffix('.questions.jsonl')
+  with file.open('w') as out:
+    for document in [documents[0]] * (len(documents) - 1) + documents[1:]:
+      tokens = len(Document(document.read_text(), load_tokenizer(cartridge_quickstart.get_config())))
+      for fact in facts.read(str(document)):
+        row = {'prompt': fact.key, 'answer': facts.answer(fact), 'environment': facts.NAME, 'document': document.name}
+        out.write(json.dumps(row | {'window_start': 0, 'window_end': tokens}) + '\n')
+  return file
+
+
 def config_of(document: pathlib.Path, steps: int = 1, start: str = '', distractors: tuple[str, ...] = ()) -> Config:
   """Return the settings of a run on a document, from a cartridge or its first tokens."""
   config = cartridge_quickstart.get_config(str(document))
   if start:
     config.model.cartridge = config.model.cartridge.starting_from(start)
-  config.model.cartridge.distractors = distractors
+    documents = [
+      document,
+      *(document.with_name(re.sub('-[0-9]+$', '.txt', pathlib.Path(other).name)) for other in distractors),
+    ]
+    cartridge = config.model.cartridge
+    cartridge.distractors, cartridge.document = distractors, ','.join(map(str, documents))
+    cartridge.teacher_scope, cartridge.max_chunk = 'chunk', 5 * FACTS
+    config.data.train_files = (str(write_questions(documents)),)
   config.data.val_max_samples, config.val_kwargs.temperature, config.val_kwargs.n = FACTS, 0.0, 1
   config.trainer.total_training_steps = config.trainer.save_freq = steps
   config.trainer.test_freq = 0

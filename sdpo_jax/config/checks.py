@@ -132,6 +132,11 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     'trainer.test_divergence=true with model.cartridge.distractors: measure the cartridge without them, with '
     'launch.evaluate.',
   )
+  _require(
+    not cartridge.distractors or len(cartridge.distractors) >= cartridge.document.count(','),
+    'model.cartridge.distractors must begin with a cartridge for each document of model.cartridge.document but the '
+    'first.',
+  )
   held, asked = cartridge.chunks_held, config.data.train_batch_size
   _require(
     held is None or held >= asked,

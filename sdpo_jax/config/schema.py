@@ -112,7 +112,9 @@ class CartridgeConfig:
     "the ones before it ('sequential').",
   )
   distractors: tuple[str, ...] = setting(
-    (), 'Cartridges, as in path, of which random ones are placed after the trained one in training, frozen.'
+    (),
+    'Cartridges, as in path, of which random ones are placed after the trained one in training, frozen. With several '
+    'documents, the first is that of the second document and so on, and is always read with questions about it.',
   )
   max_distractors: int = setting(
     3, 'Maximum number of distractors of a prompt; the number is drawn from 0 on.', Range(at_least=1)

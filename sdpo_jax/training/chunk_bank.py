@@ -124,8 +124,13 @@ class ChunkBank:
     self.policy = dataclasses.replace(policy, adapter=prefix)
     # Reading chunks replaces the arrays of this tree, which the teacher's base is.
     self.base: Tree = kv_prefix.empty_slots(self._alone, prefix)
+    self._files = documents.files_of(config.model.cartridge.document)
     self._places: dict[Chunk, int] = {}  # The least recently used come first.
     self._read({0: []})
+
+  def documents(self, examples: Sequence[Example]) -> np.ndarray:
+    """Return the index [G] int32 of each question's document among those of the settings."""
+    return np.array([self._files.index(self._chunks.of(example).file) for example in examples], np.int32)
 
   def members(self, examples: Sequence[Example]) -> np.ndarray:
     """Return the place [G] int32 of each question's chunk in the bank, after reading those that are not there.

@@ -64,7 +64,8 @@ class Session:
 
   def mixtures(self, examples: Sequence[Example], step: int) -> np.ndarray | None:
     """Return the distractors [G, K] beside the student's cartridge, in the generation batch of a step, or None."""
-    return mixtures.mixtures(self.config, step, len(examples))
+    about = np.zeros(len(examples), np.int32) if self.chunks is None else self.chunks.documents(examples)
+    return mixtures.mixtures(self.config, step, about)
 
   def writers_members(self, examples: Sequence[Example], step: int) -> np.ndarray | None:
     """Return the members of the rows of questions in the sampler of `writer`, of which they are read here."""

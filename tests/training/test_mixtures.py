@@ -117,11 +117,14 @@ def test_a_run_among_others_evaluates_resumes_and_exports_its_own(config, tmp_pa
 
 
 def test_mixtures_are_of_every_number_and_order(config):
-  found = np.concatenate([mixtures(config, number, 50) for number in range(4)])
+  about = np.zeros(50, np.int32)
+  found = np.concatenate([mixtures(config, number, about) for number in range(4)])
   assert {tuple(row) for row in found.tolist()} == {(-1, -1), (0, -1), (1, -1), (0, 1), (1, 0)}
   counts = np.bincount((found >= 0).sum(1))
   assert (counts > 40).all()  # Each of three numbers is expected 67 times.
-  np.testing.assert_array_equal(mixtures(config, 2, 50), mixtures(config, 2, 50))
+  np.testing.assert_array_equal(mixtures(config, 2, about), mixtures(config, 2, about))
+  found = mixtures(config, 0, about + 2)  # Questions about the third document need its cartridge.
+  assert {tuple(row) for row in found.tolist()} == {(1, -1), (1, 0)}
 
 
 def test_settings_that_contradict_are_refused(config):
