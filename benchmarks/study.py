@@ -4,10 +4,11 @@
   python -m benchmarks.study --output=docs/quickstart --only_plot=true
   python -m benchmarks.study --study=lora                       # LoRA and what it is compared with
   python -m benchmarks.study --study=cartridge                  # objectives, sizes and beginnings of slots
+  python -m benchmarks.study --study=answers                    # whose answers cartridges learn from
 
-Every cell is a run of `python -m launch.train` through the same code as any other; two run at a time, one core each.
-Writes results.json (every evaluation of every run), table.md and curves.png to --output; finished runs are not
-repeated.
+Every cell is a run of `python -m launch.train`, or of a command that ends in it, through the same code as any other;
+two run at a time, one core each. Writes results.json (every evaluation of every run), table.md and, for most studies,
+curves.png to --output; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from typing import Any
 
 from absl import app, flags
 import numpy as np
+from scipy import stats
 
+from benchmarks import ways
 from sdpo_jax import extras
 from sdpo_jax.environments import facts
 from sdpo_jax.files import write_output
@@ -35,8 +38,8 @@ from sdpo_jax.files import write_output
 STUDY = flags.DEFINE_enum(
   'study',
   'quickstart',
-  ['quickstart', 'lora', 'cartridge'],
-  'What is compared: methods and teachers, LoRA, or cartridges.',
+  ['quickstart', 'lora', 'cartridge', 'answers'],
+  'What is compared: methods and teachers, LoRA, cartridges, or whose answers cartridges learn from.',
 )
 # A test may load another study beside this one.
 OUTPUT = flags.DEFINE_string('output', None, 'Folder of the results; unset: docs/<study>.', allow_override=True)
@@ -52,6 +55,8 @@ SDPO, GRPO, LORA = 'configs/quickstart.py', 'configs/quickstart_grpo.py', 'confi
 # Placeholders in the config or a setting of an arm: a document of the task per seed, and one about other things.
 DOCUMENT, OTHER_DOCUMENT = '{document}', '{other_document}'
 CARTRIDGE = f'configs/cartridge_quickstart.py:document={DOCUMENT}'
+# The same for the task of `ways`: a document, its questions and the base model.
+MAP, WAYS, WAYS_MODEL = '{map}', '{ways}', '{ways_model}'
 
 Curve = Mapping[int, float]  # Step → value.
 Results = Mapping[str, Mapping[str, Mapping[int, Curve]]]  # Name of a measure → name of an arm → seed.
@@ -78,6 +83,7 @@ class Arm:
   config: str
   settings: Mapping[str, Any]
   tuning: bool = False  # Run with one seed only.
+  program: Sequence[str] = ('launch.train',)  # Module and its own arguments.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Column:
   title: str
   measure: Measure
   of: Callable[[Curve], float | None]  # Returns a run's value; None: it has none.
-  spread: bool = True  # Show the lowest and highest seed beside the mean.
+  spread: bool = True  # Show the spread of the seeds beside the mean.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +110,10 @@ class Study:
   """A table and a figure with their arms."""
 
   arms: Sequence[Arm]
-  panels: Sequence[Panel]  # Left to right.
+  panels: Sequence[Panel]  # Left to right; empty: no figure.
   measures: Sequence[Measure]
   columns: Sequence[Column] = ()  # Empty: the first measure at fifths of the run and at its best.
+  interval: bool = False  # Show the 95 % t-interval of a mean, not the lowest and highest seed.
 
 
 def _teacher(kind: str, rate: float = 0.0) -> dict[str, Any]:
@@ -119,6 +126,7 @@ def _grid(method: str, config: str, rates: Sequence[float]) -> list[Arm]:
 
 AROUND = (3e-4, 3e-3)  # Neighbours of the learning rate of `SDPO` and `GRPO`, 1e-3.
 ACCURACY = Measure('accuracy', r'eval/[^/]+/mean@\d+', 'held-out accuracy, sampled')
+WORDS = Measure('words', r'eval/[^/]+/acc/mean@\d+', 'words right, sampled')
 GREEDY = dataclasses.replace(ACCURACY, label='questions answered, greedily')
 ON_STUDENT = Measure('kl_on_student', r'eval/[^/]+/kl_on_student', 'KL on student text, nats per token', share=False)
 ON_TEACHER = Measure('kl_on_teacher', r'eval/[^/]+/kl_on_teacher', 'KL on teacher text, nats per token', share=False)
@@ -147,6 +155,51 @@ def _top(model: str, tail: bool) -> dict[str, Any]:
 
 
 SLOTS = 'forward KL, on-policy, 16 slots'  # The baseline from which the other arms differ.
+BY_TEACHER = {'rollout.sampled_by': 'teacher'}
+
+
+def _answered(task: str, config: str, settings: Mapping[str, Any]) -> list[Arm]:
+  """Return arms of a task that differ in whose answers they learn from, at equal numbers of answers."""
+  brief = dict(settings) | {'trainer.test_divergence': True}
+  return [
+    Arm(f"{task}: student's answers", config, brief),
+    Arm(f"{task}: teacher's answers", config, brief | BY_TEACHER),
+    Arm(
+      f"{task}: the same answers of the teacher's",
+      config,
+      brief | BY_TEACHER,
+      tuning=True,
+      program=('benchmarks.repeated_answers', '--answers=1'),
+    ),
+  ]
+
+
+# 48 questions, answers of 3 words.
+_FACTS = {
+  'optimizer.lr': 0.08,
+  'optimizer.betas': '0.9,0.999',
+  'trainer.total_training_steps': 300,
+  'trainer.test_freq': 300,
+  'val_kwargs.n': 16,
+}
+# 45 questions, answers of 15 words.
+_ASKED = ways.WAYS * ways.HOPS
+_WAYS = {
+  'model.path': WAYS_MODEL,
+  'model.cartridge.tokens': 8,
+  'data.train_files': WAYS,
+  'data.val_files': WAYS,
+  'data.val_max_samples': _ASKED,
+  'data.train_batch_size': _ASKED,
+  'actor.ppo_mini_batch_size': _ASKED,
+  'actor.ppo_micro_batch_size': _ASKED,
+  'data.max_response_length': ways.HOPS,
+  'data.response_buckets': ways.HOPS,
+  'optimizer.lr': 0.1,
+  'trainer.total_training_steps': 200,
+  'trainer.test_freq': 100,
+  'val_kwargs.n': 4,
+}
 
 STUDIES = {
   'quickstart': Study(
@@ -232,6 +285,21 @@ STUDIES = {
       Column('KL on teacher text, end', ON_TEACHER, _end, spread=False),
     ),
   ),
+  'answers': Study(
+    arms=(
+      *_answered('facts', CARTRIDGE, _FACTS),
+      *_answered('ways', f'configs/cartridge_quickstart.py:document={MAP}', _WAYS)[:2],
+    ),
+    panels=(),
+    measures=(ACCURACY, WORDS, ON_STUDENT, ON_TEACHER),
+    columns=(
+      Column('answers right', ACCURACY, _end),
+      Column('words right', WORDS, _end),
+      Column('KL on student text', ON_STUDENT, _end),
+      Column('KL on teacher text', ON_TEACHER, _end),
+    ),
+    interval=True,
+  ),
 }
 
 
@@ -240,16 +308,29 @@ def workdir(root: pathlib.Path, arm: Arm, seed: int) -> pathlib.Path:
 
 
 def document_files(root: pathlib.Path, seed: int) -> dict[str, pathlib.Path]:
-  """Return the text files of a seed by their placeholders; the first one is the shipped document."""
+  """Return the files of a seed by their placeholders; the first document is the shipped one."""
   folder = root / 'documents'
-  return {DOCUMENT: folder / f'{seed}.txt', OTHER_DOCUMENT: folder / f'other_{seed}.txt'}
+  return {
+    DOCUMENT: folder / f'{seed}.txt',
+    OTHER_DOCUMENT: folder / f'other_{seed}.txt',
+    MAP: folder / f'map_{seed}.txt',
+    WAYS: folder / f'ways_{seed}.jsonl',
+    WAYS_MODEL: root / 'ways_model',
+  }
 
 
 def make_documents(root: pathlib.Path, seed: int) -> None:
-  """Write a seed's documents, each as `launch.make_base --task=document` does; repeated calls write the same."""
+  """Write a seed's files but the model; repeated calls write the same.
+
+  The documents with facts are such as `launch.make_base --task=document` writes.
+  """
   (root / 'documents').mkdir(parents=True, exist_ok=True)
-  for file, numbers in zip(document_files(root, seed).values(), (seed, 1000 + seed), strict=True):
-    write_output(file, facts.write(facts.draw(np.random.default_rng(numbers))))
+  files = document_files(root, seed)
+  for mark, numbers in ((DOCUMENT, seed), (OTHER_DOCUMENT, 1000 + seed)):
+    write_output(files[mark], facts.write(facts.draw(np.random.default_rng(numbers))))
+  task = ways.draw(np.random.default_rng([seed, 7]))
+  write_output(files[MAP], ways.write(task.map))
+  write_output(files[WAYS], ways.rows(task))
 
 
 def command(arm: Arm, seed: int, root: pathlib.Path, steps: int) -> list[str]:
@@ -261,7 +342,7 @@ def command(arm: Arm, seed: int, root: pathlib.Path, steps: int) -> list[str]:
   line = [f'--config={arm.config}', *(f'--config.{name}={value}' for name, value in settings.items())]
   for mark, file in document_files(root, seed).items():
     line = [part.replace(mark, str(file)) for part in line]
-  return [sys.executable, '-m', 'launch.train', f'--workdir={workdir(root, arm, seed)}', *line]
+  return [sys.executable, '-m', *arm.program, f'--workdir={workdir(root, arm, seed)}', *line]
 
 
 def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> str:
@@ -269,7 +350,7 @@ def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> s
   folder = workdir(root, arm, seed)
   if (folder / 'done').exists():
     return f'{arm.name}, seed {seed}: there already'
-  if DOCUMENT in arm.config:
+  if DOCUMENT in arm.config or MAP in arm.config:
     make_documents(root, seed)
   start = time.monotonic()
   available = sorted(os.sched_getaffinity(0))
@@ -330,8 +411,13 @@ def fifths(results: Results, measure: Measure) -> list[Column]:
   return [*columns, Column('best', measure, lambda curve: max(curve.values()), spread=False)]
 
 
-def table(results: Results, columns: Sequence[Column]) -> str:
-  """Return a Markdown table: a line per arm, with means over the seeds (lowest–highest)."""
+def half_width(values: Sequence[float]) -> float:
+  """Return half the width of the 95 % t-interval of the mean of at least two values."""
+  return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+
+
+def table(results: Results, columns: Sequence[Column], interval: bool = False) -> str:
+  """Return a Markdown table: a line per arm, with means over the seeds (lowest–highest), or with their intervals."""
   lines = [
     '| | ' + ' | '.join(column.title for column in columns) + ' | seeds |',
     '|---|' + '---|' * (len(columns) + 1),
@@ -343,7 +429,11 @@ def table(results: Results, columns: Sequence[Column]) -> str:
       curves = results[column.measure.name][name].values()
       values = [value for curve in curves if curve and (value := column.of(curve)) is not None]
       written = column.measure.written
-      spread = f' ({written(min(values))}–{written(max(values))})' if column.spread and len(values) > 1 else ''
+      spread = ''
+      if column.spread and len(values) > 1:
+        spread = (
+          f' ± {written(half_width(values))}' if interval else f' ({written(min(values))}–{written(max(values))})'
+        )
       cells.append(f'{written(float(np.mean(values)))}{spread}' if values else '–')
     lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {len(seeds)} |')
   return '\n'.join(lines) + '\n'
@@ -395,17 +485,22 @@ def main(_: Sequence[str]) -> None:
   cells = [(arm, seed) for seed in range(SEEDS.value) for arm in chosen if not (arm.tuning and seed)]
   start = time.monotonic()
   if not ONLY_PLOT.value:
+    model = root / 'ways_model'
+    if any(WAYS_MODEL in map(str, arm.settings.values()) for arm in chosen) and not model.exists():
+      ways.make_base(model, announce=lambda text: print(text, file=sys.stderr, flush=True))
     run_all(cells, root, STEPS.value, WORKERS.value)
   results = read(cells, root, study.measures)
   if not any(results.values()):
     raise SystemExit(f'There are no finished runs in {root}: run the study without --only_plot.')
   output.mkdir(parents=True, exist_ok=True)
   (output / 'results.json').write_text(json.dumps(results, indent=1) + '\n')
-  shown = table(results, study.columns or fifths(results, study.measures[0]))
+  shown = table(results, study.columns or fifths(results, study.measures[0]), study.interval)
   (output / 'table.md').write_text(shown)
-  plot(results, study.panels, output / 'curves.png')
+  if study.panels:
+    plot(results, study.panels, output / 'curves.png')
   print(shown)
-  print(f'{output}/results.json, table.md, curves.png; {(time.monotonic() - start) / 60:.1f} minutes')
+  written = 'results.json, table.md' + (', curves.png' if study.panels else '')
+  print(f'{output}/{written}; {(time.monotonic() - start) / 60:.1f} minutes')
 
 
 if __name__ == '__main__':

@@ -10,17 +10,21 @@ import pathlib
 import numpy as np
 import pytest
 
-from benchmarks import study
+from benchmarks import repeated_answers, study, ways
 from sdpo_jax.config import Config
 from sdpo_jax.config.overrides import override
 from sdpo_jax.environments import facts
+from sdpo_jax.quickstart import document_tokenizer as tokenizer
+from sdpo_jax.rollout.results import Completion
+from sdpo_jax.types import Rollouts
 
 
 def settings_of(line: list[str]) -> Config:
   """Return what a command line asks for."""
-  assert line[1:3] == ['-m', 'launch.train']
+  assert line[1] == '-m' and line[2] in ('launch.train', 'benchmarks.repeated_answers')
   config = None
-  for part in line[4:]:
+  [start] = (at for at, part in enumerate(line) if part.startswith('--config='))
+  for part in line[start:]:
     name, _, value = part.removeprefix('--').partition('=')
     if name == 'config':
       file, _, arguments = value.partition(':')
@@ -36,7 +40,10 @@ def test_every_arm_is_a_valid_run_unlike_the_others(name):
   root, studied = pathlib.Path('runs'), study.STUDIES[name]
   configs = [settings_of(study.command(arm, 1, root, 0)) for arm in studied.arms]
   assert all(config.seed == 1 for config in configs)
-  settings = [json.dumps(dataclasses.asdict(config), default=str) for config in configs]
+  settings = [
+    json.dumps((dataclasses.asdict(config), arm.program), default=str)
+    for config, arm in zip(configs, studied.arms, strict=True)
+  ]
   assert len(set(settings)) == len(settings)
   assert len({study.workdir(root, arm, 1) for arm in studied.arms}) == len(studied.arms)
   names = [arm.name for arm in studied.arms]
@@ -61,8 +68,71 @@ def test_the_arms_of_cartridges_differ_in_what_they_are_named_for():
 def test_documents_are_those_of_the_command(tmp_path):
   study.make_documents(tmp_path, 0)
   shipped = pathlib.Path('configs/facts_document.txt').read_text()
-  own, other = (file.read_text() for file in study.document_files(tmp_path, 0).values())
-  assert own == shipped and other == facts.write(facts.draw(np.random.default_rng(1000)))
+  written = study.document_files(tmp_path, 0)
+  assert written[study.DOCUMENT].read_text() == shipped
+  assert written[study.OTHER_DOCUMENT].read_text() == facts.write(facts.draw(np.random.default_rng(1000)))
+
+
+def test_the_answers_of_ways_are_what_the_document_says(tmp_path):
+  study.make_documents(tmp_path, 3)
+  written = study.document_files(tmp_path, 3)
+  words = written[study.MAP].read_text().split()
+  following = dict(zip(words[::3], words[1::3], strict=True))
+  questions = [json.loads(line) for line in written[study.WAYS].read_text().splitlines()]
+  assert len(following) == 1 + ways.WAYS * ways.HOPS + ways.BESIDE and set(words[2::3]) == {facts.END}
+  assert len(questions) == ways.WAYS * ways.HOPS
+  seen, goals = set(), set()
+  for question in questions:
+    place, answer = question['prompt'], question['answer'].split()
+    assert len(answer) == ways.HOPS
+    assert [following[place], *(following[at] for at in answer[:-1])] == answer
+    seen |= {place, *answer}
+    goals.add(answer[-1])
+  assert len(goals) == 1 and len(seen) == 1 + ways.WAYS * ways.HOPS, 'places beside the ways are in no answer'
+  for place in following:
+    assert ways.walk(following, place, len(following))[-1] in goals, 'every place leads to the goal'
+
+
+def test_the_base_model_learns_from_right_answers():
+  maps = [{'bako': 'meta', 'meta': 'sopi', 'sopi': 'bako'}, {'bako': 'bako'}]
+  tokens, positions, segment_ids, parents, index, answers = ways.collate(maps, 3, 2, 4, np.random.default_rng(0))
+  word_of = {tokenizer.token_of(word): word for word in ways.PLACES}
+  for row, following in enumerate(maps):
+    for question in range(2):
+      at = index[row, question]
+      read = [word_of[int(token)] for token in tokens[row, at]]
+      answer = [word_of[int(token)] for token in answers[row, question]]
+      assert answer == ways.walk(following, read[0], 4) and read[1:] == answer[:-1]
+      assert set(segment_ids[row, at]) == {2 + question} and set(parents[row, at]) == {1}
+      assert list(positions[row, at] - 3 * len(following) - 1) == [1, 2, 3, 4]
+
+
+class Drawn:
+  """A sampler whose completions tell prompt, number of the sample and step."""
+
+  def sample(self, base, trainable, prompts, *, n, step, on_finished):
+    tokens = np.array([[*prompt, sample, step] for prompt in prompts for sample in range(n)], np.int32)
+    for number, row in enumerate(tokens):
+      on_finished(Completion(number, row, *[np.zeros(3, np.float32)] * 3, stopped=True, text=''))
+    return Rollouts.of_completions(np.repeat(np.arange(len(prompts)), n), tokens, np.ones(tokens.shape, bool))
+
+
+def test_a_prompt_gets_the_same_answers_in_every_epoch_in_whatever_order():
+  sampler = repeated_answers.RepeatingSampler(Drawn(), answers=2)
+
+  def drawn(step, prompts):
+    finished = {}
+    rollouts = sampler.sample(
+      {}, {}, prompts, n=2, step=step, on_finished=lambda done: finished.update({done.sample: done})
+    )
+    assert rollouts.group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert [finished[sample].tokens.tolist() for sample in range(6)] == rollouts.completion_tokens.tolist()
+    return [tuple(row) for row in rollouts.completion_tokens.tolist()]
+
+  first = drawn(0, [[7], [5], [6]])
+  assert first == [(7, 0, 0), (7, 1, 0), (5, 0, 0), (5, 1, 0), (6, 0, 0), (6, 1, 0)]
+  assert set(drawn(4, [[5], [6], [7]])) == set(first)
+  assert not set(drawn(3, [[5], [6], [7]])) & set(first)
 
 
 def test_the_table_says_what_the_finished_runs_say(tmp_path):
@@ -96,12 +166,19 @@ def test_the_table_says_what_the_finished_runs_say(tmp_path):
     '| one | 62% (50%–75%) | 0.375 (0.250–0.500) | 2 |',
     '| two | – | 0.123 | 1 |',
   ]
+  within = study.table(results, columns, interval=True).splitlines()
+  assert within[2] == '| one | 62% ± 159% | 0.375 ± 1.588 | 2 |' and within[3] == '| two | – | 0.123 | 1 |'
   fifths = study.table(results, study.fifths(results, study.GREEDY)).splitlines()
   assert fifths[0] == '| | step 0 | step 50 | step 100 | best | seeds |'
   assert fifths[2] == '| one | 12% (0%–25%) | – | 62% (50%–75%) | 62% | 2 |'
 
 
-PAGES = {'quickstart': 'docs/method.md', 'lora': 'docs/lora.md', 'cartridge': 'docs/cartridges.md'}
+PAGES = {
+  'quickstart': 'docs/method.md',
+  'lora': 'docs/lora.md',
+  'cartridge': 'docs/cartridges.md',
+  'answers': 'docs/cartridges.md',
+}
 
 
 @pytest.mark.parametrize('name', PAGES)
@@ -115,7 +192,7 @@ def test_pages_show_the_table_of_the_results(name):
     }
     for measure, arms in read.items()
   }
-  shown = study.table(results, studied.columns or study.fifths(results, studied.measures[0]))
+  shown = study.table(results, studied.columns or study.fifths(results, studied.measures[0]), studied.interval)
   assert (folder / 'table.md').read_text() == shown
   assert shown in pathlib.Path(PAGES[name]).read_text()
-  assert f'{name}/curves.png' in pathlib.Path(PAGES[name]).read_text()
+  assert not studied.panels or f'{name}/curves.png' in pathlib.Path(PAGES[name]).read_text()
