@@ -104,7 +104,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--output', type=pathlib.Path, required=True, help='folder to write to')
   parser.add_argument('--steps', type=int, default=200, help='steps of every run, of 48 questions each')
-  parser.add_argument('--rounds', type=int, default=3, help='rounds among others')
+  parser.add_argument('--rounds', type=int, default=2, help='rounds among others')
   parser.add_argument('--positions', choices=('overlap', 'sequential'), default='overlap', help='of composed slots')
   given = parser.parse_args()
   folder = given.output
