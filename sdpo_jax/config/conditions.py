@@ -174,7 +174,7 @@ ANNOUNCED: Table = (
   # A gradient at a bound of 0 is another one than inside it.
   (_any(_SEVERAL, *(_set(name, 0) for name in _CLIPS.split()), otherwise=_ONE_STEP), _CLIPS),
   (_any(_TEACHES, _all(*_BEGINS), otherwise=_TEACHES.otherwise), 'model.cartridge.document'),
-  (_TEACHES, 'model.cartridge.divide_document'),
+  (_TEACHES, _of('model.cartridge', 'divide_document teacher_scope max_chunk chunks_held')),
   (_set('actor.kl_loss_coef'), 'actor.kl_loss_type'),
   (_set('actor.loss_agg_mode', 'seq-mean-token-sum-norm'), 'actor.loss_scale_factor'),
   (_set('algorithm.rollout_correction.rollout_is', 'token'), 'algorithm.rollout_correction'),

@@ -44,6 +44,13 @@ class Chunks:
     """Make them from the documents that the settings name; a document is read when a row names it."""
     self._config, self._tokenizer = config, tokenizer
     self._documents: dict[str, Document] = {}
+    files = documents.files_of(config.model.cartridge.document)
+    self._files = {os.path.basename(file): file for file in files}
+    if len(self._files) < len(files):
+      raise UserError(
+        f'{documents.SECTION}.document={config.model.cartridge.document} names two files alike, and rows tell them by '
+        'their names: rename one.'
+      )
     whole = documents.tokens_before(config, tokenizer, PROBE, documents.SECTION)
     self._frame = len(whole) - len(tokenizer.encode(PROBE, add_special_tokens=False))
 
@@ -60,16 +67,14 @@ class Chunks:
       UserError: the row does not name one, or it is longer than `max_chunk` allows.
     """
     origin, cartridge = example.extra.get('origin', example.id), self._config.model.cartridge
-    files = documents.files_of(cartridge.document)
-    file, name = files[0], example.columns.get('document')
-    if len(files) > 1:
-      by_name = {os.path.basename(each): each for each in files}
-      if name not in by_name:
+    file, name = cartridge.document, example.columns.get('document')
+    if len(self._files) > 1:
+      if name not in self._files:
         raise UserError(
           f"{origin}: field 'document' is {short_repr(name)}, which names no file of {documents.SECTION}.document: it "
-          f'must be {" or ".join(by_name)}.'
+          f'must be {" or ".join(self._files)}.'
         )
-      file = by_name[name]
+      file = self._files[name]
     window = tuple(example.columns.get(field) for field in FIELDS)
     if not all(isinstance(number, int) for number in window):
       raise UserError(

@@ -246,8 +246,11 @@ def check_length(config: Config, document: int, positions: int | None) -> None:
   sd, data = config.actor.self_distillation, config.data
   asked = sd.max_reprompt_len if sd.teacher_context == 'reprompt' else data.max_prompt_length
   if document + asked + data.max_response_length > positions:
+    whole = f'{SECTION}.document={config.model.cartridge.document} has {document} tokens, and', 'shorten it'
+    chunk = f'{SECTION}.max_chunk={document}:', 'lower it'
+    read, way_out = whole if config.model.cartridge.teacher_scope == 'full' else chunk
     raise UserError(
-      f'{SECTION}.document={config.model.cartridge.document} has {document} tokens, and with a prompt of {asked} and a '
-      f'completion of {data.max_response_length} that is more than the {positions} positions (max_position_embeddings) '
-      'of the model: shorten it, lower the limits, or choose a model with a longer context.'
+      f'{read} with a prompt of {asked} and a completion of {data.max_response_length} that is more than the '
+      f'{positions} positions (max_position_embeddings) of the model: {way_out}, lower the limits, or choose a model '
+      'with a longer context.'
     )

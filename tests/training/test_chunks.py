@@ -176,10 +176,17 @@ def test_faulty_windows_end_the_run_at_its_start(config, tmp_path, row, says):
   assert not (tmp_path / 'run').exists()
 
 
+def test_files_that_rows_cannot_tell_apart_are_refused(config, tmp_path):
+  (tmp_path / 'one.txt').write_text('Another text of the same name.')
+  with pytest.raises(UserError, match='names two files alike'):
+    loop.train(changed(config, document=f'{config.model.cartridge.document},{tmp_path / "one.txt"}'), tmp_path / 'run')
+
+
 def test_settings_that_contradict_are_refused(config):
   for settings, says in (
     ({'chunks_held': 2}, 'chunks_held=2 is fewer than data.train_batch_size=4'),
     ({'teacher_scope': 'full', 'max_chunk': 4352}, 'names several files'),
+    ({'distractors': ('a',), 'max_distractors': 1, 'document': 'a,b,c'}, 'must begin with a cartridge for each'),
   ):
     with pytest.raises(UserError, match=says):
       changed(config, **settings).validate()
