@@ -80,6 +80,9 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
     spec=objective_spec(config),
     tokenizer=CharacterTokenizer(),
     writer=lambda trainable: (Sampler(), None, trainable),
+    members=lambda examples: None,
+    mixtures=lambda examples, step: None,
+    writers_members=lambda examples, step: None,
     base=None,
     references={},
   )

@@ -265,7 +265,9 @@ def test_a_balanced_batch_keeps_each_completion_with_its_outcome(monkeypatch):
     return drawn
 
   sampler = types.SimpleNamespace(sample=sample, stats=None)
-  session = types.SimpleNamespace(config=config, tokenizer=None, writer=lambda _: (sampler, {}, {}))
+  session = types.SimpleNamespace(
+    config=config, tokenizer=None, writer=lambda _: (sampler, {}, {}), writers_members=lambda *_: None
+  )
   graders = types.SimpleNamespace(
     prepare=lambda _: None,
     grade_part=lambda _, texts, truncated: [Outcome(0.0, text) for text in texts],
