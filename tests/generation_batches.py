@@ -6,6 +6,9 @@ from sdpo_jax.config import Config
 from sdpo_jax.learning import batching
 from sdpo_jax.types import Rollouts
 
+# What a session without chunks and distractors says of the rows of questions.
+NO_MEMBERS = dict.fromkeys(('members', 'mixtures', 'writers_members'), lambda *_: None)
+
 
 def make_config(**actor) -> Config:
   config = Config()

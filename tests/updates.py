@@ -17,7 +17,7 @@ from sdpo_jax.learning.update import make_update, place_state
 from sdpo_jax.models import huggingface
 from sdpo_jax.training import step
 from sdpo_jax.training.specs import batch_spec, objective_spec, update_spec
-from tests.generation_batches import make_config, make_samples, per_token
+from tests.generation_batches import NO_MEMBERS, make_config, make_samples, per_token
 
 MODEL = {
   'model_type': 'qwen3',
@@ -156,6 +156,7 @@ def start(config, **changes):
   mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
   state = place_state(update_spec(config), jax.device_put(parameters, meshes.replicated(mesh)), mesh)
   session = types.SimpleNamespace(
+    **NO_MEMBERS,
     config=config,
     spec=objective_spec(config),
     policy=policy,
@@ -177,6 +178,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
     teacher = dataclasses.replace(teacher, base=jax.device_put(teacher.base, whole))
   state = place_state(update_spec(config), trainable, mesh)
   session = types.SimpleNamespace(
+    **NO_MEMBERS,
     config=config,
     spec=objective_spec(config),
     policy=policy,

@@ -15,6 +15,7 @@ from sdpo_jax.training import step
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
+from tests.generation_batches import NO_MEMBERS
 from tests.golden.tokenizer import CharacterTokenizer
 
 ASKED = Example('a', [{'role': 'user', 'content': 'Why?'}], 'math', '42', 'gsm8k', {'elo': 1})
@@ -80,9 +81,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
     spec=objective_spec(config),
     tokenizer=CharacterTokenizer(),
     writer=lambda trainable: (Sampler(), None, trainable),
-    members=lambda examples: None,
-    mixtures=lambda examples, step: None,
-    writers_members=lambda examples, step: None,
+    **NO_MEMBERS,
     base=None,
     references={},
   )

@@ -21,6 +21,7 @@ from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.training import step
 from sdpo_jax.types import Outcome
 from tests import tiny
+from tests.generation_batches import NO_MEMBERS
 from tests.resumed_runs import places
 from tests.rollout.graded_groups import G, N, completion, questions
 
@@ -151,7 +152,7 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, recorder):
     config=config,
     tokenizer=tokenizer,
     writer=lambda trainable: (asked, {}, trainable),
-    writers_members=lambda examples, step: None,
+    **NO_MEMBERS,
   )
   state = types.SimpleNamespace(trainable=parameters, rng=jax.random.key(0))
   with Graders(config.environments) as graders:

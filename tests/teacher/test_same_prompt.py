@@ -17,7 +17,7 @@ from sdpo_jax.training import step
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
-from tests.generation_batches import make_config, make_samples
+from tests.generation_batches import NO_MEMBERS, make_config, make_samples
 from tests.scored_rollouts import WORDS, rollouts
 
 
@@ -40,7 +40,7 @@ def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():
   samples = make_samples(made)
   spec = objective_spec(made)
   assert spec.needs_teacher and not spec.reprompts
-  session = types.SimpleNamespace(config=made, spec=spec, tokenizer=None, references={})
+  session = types.SimpleNamespace(config=made, spec=spec, tokenizer=None, references={}, **NO_MEMBERS)
   outcomes = [Outcome(1.0), Outcome.ungraded('late'), Outcome.unwanted('no'), Outcome(0.0, 'wrong')] * 2
   found = graded(samples, outcomes)
   context = step.build_teacher_prompts(session, found, seed=0, step=1)

@@ -20,7 +20,7 @@ from sdpo_jax.training import step, step_records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import batch_spec, objective_spec
 from sdpo_jax.types import Example, Outcome
-from tests.generation_batches import make_samples, per_token
+from tests.generation_batches import NO_MEMBERS, make_samples, per_token
 from tests.updates import settings, start
 
 THRESHOLD = 1.5
@@ -96,6 +96,7 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
     spec=objective_spec(config),
     base={},
     references={},
+    **NO_MEMBERS,
     mesh=meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
     update=types.SimpleNamespace(log_probs=log_probs),
   )

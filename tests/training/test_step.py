@@ -21,7 +21,7 @@ from sdpo_jax.training import step
 from sdpo_jax.training.specs import optimizer_spec, update_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tiers
-from tests.generation_batches import per_token
+from tests.generation_batches import NO_MEMBERS, per_token
 from tests.updates import VARIANTS, make_model, policy_shardings, run, samples_for, settings
 
 
@@ -265,9 +265,7 @@ def test_a_balanced_batch_keeps_each_completion_with_its_outcome(monkeypatch):
     return drawn
 
   sampler = types.SimpleNamespace(sample=sample, stats=None)
-  session = types.SimpleNamespace(
-    config=config, tokenizer=None, writer=lambda _: (sampler, {}, {}), writers_members=lambda *_: None
-  )
+  session = types.SimpleNamespace(config=config, tokenizer=None, writer=lambda _: (sampler, {}, {}), **NO_MEMBERS)
   graders = types.SimpleNamespace(
     prepare=lambda _: None,
     grade_part=lambda _, texts, truncated: [Outcome(0.0, text) for text in texts],
