@@ -49,6 +49,7 @@ class RepeatingSampler:
     n: int,
     step: int,
     on_finished: Callable[[Completion], None],
+    members: Sequence[Any] | None = None,
     **options: Any,
   ) -> Rollouts:
     """Sample like `Sampler.sample`, independently of the order of the prompts, which are shuffled anew each epoch."""
@@ -64,6 +65,7 @@ class RepeatingSampler:
       [prompts[at] for at in order],
       n=n,
       step=step % self._answers,
+      members=None if members is None else [members[at] for at in order],
       on_finished=finished,
       **options,
     )

@@ -575,8 +575,8 @@ class DecoderPolicy:
       return params
 
     def place(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
-      if not (parameter.stacked and parameter.compute) or 'slots' in parameter.axes:
-        return leaf  # Sharded slots are never gathered.
+      if not (parameter.stacked and parameter.compute) or 'slots' in parameter.axes or slot_names.is_bank(parameter):
+        return leaf  # Sharded slots are never gathered, nor is a bank, of which rows read a little.
       return lax.with_sharding_constraint(leaf, gathered_by_layer(mesh, parameter.axes, parameter.shape))
 
     return parameters.map_tree(place, self.parameter_table(), params)

@@ -192,11 +192,15 @@ def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
 
 def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
   """Return slots of zeros, to be filled, on their devices."""
+  return _maker(policy, prefix)()
 
+
+@functools.lru_cache(maxsize=4)
+def _maker(policy: Policy, prefix: KVPrefix) -> Callable[[], Tree]:
   def make() -> Tree:
     return map_table(lambda row: jnp.zeros(row.shape, row.dtype), _rows(policy, prefix))
 
-  return jax.jit(make, out_shardings=_placed(policy, prefix))()
+  return jax.jit(make, out_shardings=_placed(policy, prefix))
 
 
 @functools.lru_cache(maxsize=4)

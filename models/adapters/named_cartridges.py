@@ -26,7 +26,7 @@ _logger = logging.getLogger('sdpo_jax.models')
 
 def paths(setting: str | os.PathLike) -> list[str]:
   """Return the paths that a setting names, divided by commas."""
-  return os.fspath(setting).split(',')
+  return [path.strip() for path in os.fspath(setting).split(',')]
 
 
 def describe(path: str | os.PathLike) -> Description:

@@ -15,6 +15,11 @@ def is_slots(parameter: Parameter) -> bool:
   return names_slots(parameter.path)
 
 
+def is_bank(parameter: Parameter) -> bool:
+  """Return whether a parameter holds the prefixes of a bank."""
+  return parameter.name.removeprefix('layers.') in (BANK_KEY, BANK_VALUE)
+
+
 def names_slots(path: Path) -> bool:
   """Return whether a path in a parameter tree leads to slots."""
   return path[:2] == ('layers', 'prefix')

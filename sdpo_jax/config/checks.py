@@ -137,6 +137,11 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     'model.cartridge.distractors must begin with a cartridge for each document of model.cartridge.document but the '
     'first.',
   )
+  _require(
+    not config.data.group_duplicates or not (cartridge.teacher_scope == 'chunk' or cartridge.distractors),
+    "data.group_duplicates=true with model.cartridge.teacher_scope='chunk' or distractors, which equal questions may "
+    'read different ones of: set it to false.',
+  )
   held, asked = cartridge.chunks_held, config.data.train_batch_size
   _require(
     held is None or held >= asked,

@@ -26,6 +26,8 @@ RESUMABLE = (
   'model.chat_template',  # Only the template's path; its content is compared with the tokenizer.
   'model.cartridge.document',  # Likewise for the paths of these texts.
   'model.cartridge.init_text',
+  'model.cartridge.distractors',
+  'model.cartridge.chunks_held',
   'val_kwargs',
   'data.val_files',
   'data.val_max_samples',

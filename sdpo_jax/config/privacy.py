@@ -12,6 +12,7 @@ MODELS = (  # Settings with a path or a name on the hub.
   'model.path',
   'model.lora.path',
   'model.cartridge.path',
+  'model.cartridge.distractors',
   'actor.self_distillation.teacher_model',
   'actor.self_distillation.teacher_endpoint.tokenizer',
 )

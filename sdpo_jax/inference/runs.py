@@ -88,8 +88,7 @@ def open_run(
   """
   trained = run_config(workdir)
   model = _changed(trained.model, dtype, chat_template)
-  # Only training reads distractors, which may be gone.
-  model = dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, distractors=()))
+  model = _without_distractors(model)
   if teaches and config is not None and config.model.cartridge.document and model.cartridge.used:
     read = {name: getattr(config.model.cartridge, name) for name in BESIDE_SLOTS if name != 'distractors'}
     model = dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, **read))
@@ -156,6 +155,11 @@ def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
     )
 
 
+def _without_distractors(model: ModelConfig) -> ModelConfig:
+  """Return a model's settings without the cartridges that only training reads, and that may be gone."""
+  return dataclasses.replace(model, cartridge=dataclasses.replace(model.cartridge, distractors=()))
+
+
 def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -> ModelConfig:
   """Return a model's settings with the given values, unless None, in place of its own."""
   return dataclasses.replace(
@@ -203,6 +207,8 @@ class RunOrModel:
       raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
     if adapter is not None and cartridge is not None:
       raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
+    if self.positions != 'overlap' and ',' not in (cartridge or ''):
+      raise UserError(f'--positions={self.positions} is about several cartridges: name them as --cartridge=A,B.')
     for flag, given, kinds in (('adapter', adapter, 'directory'), ('cartridge', cartridge, 'directory, a .pt file')):
       if given == '':
         raise UserError(f'--{flag} is empty: name a {kinds} or a name on the hub, or leave it out.')
@@ -362,7 +368,7 @@ def _other_document(config: Config, session: Session, source: RunOrModel) -> str
     source: where the cartridge is from.
   """
   document, slots = config.model.cartridge.document, session.config.model.cartridge
-  if not document or not slots.used:
+  if not document or not slots.used or ',' in slots.path + document:  # One of several texts may be that one.
     return None
   workdir = source.workdir
   if workdir is not None:
@@ -458,7 +464,7 @@ def _export(trained: Config, made: Exported, output: str, step: int | None, *, p
     raise UserError('--dtype=float16: cartridges are stored in float32 or bfloat16; name one of them.')
   spelling = {'cartridge_pt': 'frozen', 'cartridge_pt_fixed': 'fixed'}.get(form)
   if spelling is not None:
-    policy = huggingface.read_policy(trained.model.path, trained.model)
+    policy = huggingface.read_policy(trained.model.path, _without_distractors(trained.model))
     published_cartridges.check_servable(output, policy.adapter, policy.config.kv_heads)
   session, parameters, step = open_run(workdir, weights, step=step)
   model, texts = session.config.model, _card(made, trained, step)

@@ -114,7 +114,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> CheckReport:
     check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     check_writer(tokenizer, training, config, spec)
     graders.check_questions([*training, *held_out])
-    chunk_bank.check(local, tokenizer, [*training, *(held_out if config.trainer.test_divergence else ())])
+    chunk_bank.check(local, tokenizer, training, held_out)
     report.odd += graders.unread_remarks([*training, *held_out])
     trials = grader_trials.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, local, workdir, tokenizer, graders)

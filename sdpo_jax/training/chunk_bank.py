@@ -8,7 +8,7 @@ replace the chunks that have not been used for the longest time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import dataclasses
 import os
 from typing import Any, NamedTuple
@@ -104,12 +104,27 @@ class Chunks:
     return tokens
 
 
-def check(config: Config, tokenizer: Any, examples: Sequence[Example]) -> None:
-  """Check that every question names its chunk, if the teacher reads one; errors as in `Chunks.of`."""
-  if config.model.cartridge.teacher_scope == 'chunk' and objective_spec(config).reads_teacher:
-    chunks = Chunks(config, tokenizer)
-    for example in examples:
-      chunks.of(example)
+def check(config: Config, tokenizer: Any, training: Sequence[Example], held_out: Sequence[Example]) -> None:
+  """Check that every question names its chunk, if the teacher reads one, and that it holds those of an evaluation.
+
+  Raises:
+    UserError: as `ChunkBank.members`.
+  """
+  if config.model.cartridge.teacher_scope != 'chunk' or not objective_spec(config).reads_teacher:
+    return
+  chunks = Chunks(config, tokenizer)
+  for example in training:
+    chunks.of(example)
+  if config.trainer.test_divergence:
+    _check_room({chunks.of(example) for example in held_out}, len(held_out), documents.chunks_held(config))
+
+
+def _check_room(chunks: Collection[Chunk], questions: int, room: int) -> None:
+  if len(chunks) > room:
+    raise UserError(
+      f'{questions} questions ask about {len(chunks)} chunks, and {room} are held at once: raise {documents.SECTION}.'
+      'chunks_held.'
+    )
 
 
 class ChunkBank:
@@ -145,11 +160,7 @@ class ChunkBank:
     """
     wanted = [self._chunks.of(example) for example in examples]
     different, room = dict.fromkeys(wanted), self.policy.adapter.members
-    if len(different) > room:
-      raise UserError(
-        f'{len(examples)} questions ask about {len(different)} chunks, and {room} are held at once: raise '
-        f'{documents.SECTION}.chunks_held.'
-      )
+    _check_room(different, len(examples), room)
     kept = {chunk: place for chunk, place in self._places.items() if chunk not in different}
     known = {chunk: place for chunk, place in self._places.items() if chunk in different}
     missing = [chunk for chunk in different if chunk not in known]

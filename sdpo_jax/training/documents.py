@@ -106,9 +106,14 @@ def read_at_once(config: Config, document: int) -> int:
   return document if config.model.cartridge.teacher_scope == 'full' else config.model.cartridge.max_chunk
 
 
+def chunks_held(config: Config) -> int:
+  """Return the number of chunks whose keys and values are in memory."""
+  return config.model.cartridge.chunks_held or config.data.train_batch_size
+
+
 def files_of(setting: str) -> list[str]:
   """Return the text files that a setting names, divided by commas."""
-  return setting.split(',')
+  return [file.strip() for file in setting.split(',')]
 
 
 def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
@@ -121,7 +126,7 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
   """
   members = None
   if config.model.cartridge.teacher_scope == 'chunk':
-    members = config.model.cartridge.chunks_held or config.data.train_batch_size
+    members = chunks_held(config)
   prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
   if members is not None:
     prefix = KVPrefix(0, 0, within_windows=True, members=members, member_slots=length)

@@ -186,7 +186,7 @@ def _steps_of(
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
   teaches = objective_spec(config).reads_teacher
   texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else None
-  chunk_bank.check(config, tokenizer, [*iterator.questions, *(held_out if config.trainer.test_divergence else ())])
+  chunk_bank.check(config, tokenizer, iterator.questions, held_out)
   if teacher_model.is_used(config):
     teacher_model.check(config)
   if endpoint is not None:

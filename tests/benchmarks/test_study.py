@@ -110,7 +110,7 @@ def test_the_base_model_learns_from_right_answers():
 class Drawn:
   """A sampler whose completions tell prompt, number of the sample and step."""
 
-  def sample(self, base, trainable, prompts, *, n, step, on_finished):
+  def sample(self, base, trainable, prompts, *, n, step, on_finished, members=None):
     tokens = np.array([[*prompt, sample, step] for prompt in prompts for sample in range(n)], np.int32)
     for number, row in enumerate(tokens):
       on_finished(Completion(number, row, *[np.zeros(3, np.float32)] * 3, stopped=True, text=''))

@@ -136,7 +136,9 @@ def test_a_run_samples_learns_and_evaluates_with_chunks(config, tmp_path, monkey
     config,
     data=dataclasses.replace(config.data, val_files=config.data.train_files),
     rollout=dataclasses.replace(config.rollout, sampled_by='teacher'),
-    trainer=dataclasses.replace(config.trainer, test_freq=1, test_divergence=True, total_training_steps=2, save_freq=1),
+    trainer=dataclasses.replace(
+      config.trainer, test_freq=2, test_divergence=True, total_training_steps=2, save_freq=1, val_before_train=False
+    ),
   ).validate()
   loop.train(config, tmp_path / 'whole')
   whole = lines(tmp_path / 'whole')
@@ -176,6 +178,18 @@ def test_faulty_windows_end_the_run_at_its_start(config, tmp_path, row, says):
   assert not (tmp_path / 'run').exists()
 
 
+def test_an_evaluation_that_asks_about_too_many_chunks_is_refused_at_the_start(config, tmp_path):
+  rows = [dict(prompt='Who?', document='one.txt', window_start=at, window_end=at + 9) for at in range(5)]
+  (tmp_path / 'held_out.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  config = dataclasses.replace(
+    config,
+    data=dataclasses.replace(config.data, val_files=(str(tmp_path / 'held_out.jsonl'),)),
+    trainer=dataclasses.replace(config.trainer, test_freq=1, test_divergence=True),
+  )
+  with pytest.raises(UserError, match='5 questions ask about 5 chunks, and 4 are held at once: raise .*chunks_held'):
+    loop.train(config.validate(), tmp_path / 'run')
+
+
 def test_files_that_rows_cannot_tell_apart_are_refused(config, tmp_path):
   (tmp_path / 'one.txt').write_text('Another text of the same name.')
   with pytest.raises(UserError, match='names two files alike'):
@@ -186,7 +200,10 @@ def test_settings_that_contradict_are_refused(config):
   for settings, says in (
     ({'chunks_held': 2}, 'chunks_held=2 is fewer than data.train_batch_size=4'),
     ({'teacher_scope': 'full', 'max_chunk': 4352}, 'names several files'),
+    ({'group_duplicates': True}, 'group_duplicates=true with model.cartridge.teacher_scope='),
     ({'distractors': ('a',), 'max_distractors': 1, 'document': 'a,b,c'}, 'must begin with a cartridge for each'),
   ):
+    grouped = settings.pop('group_duplicates', False)
+    made = dataclasses.replace(config, data=dataclasses.replace(config.data, group_duplicates=grouped))
     with pytest.raises(UserError, match=says):
-      changed(config, **settings).validate()
+      changed(made, **settings).validate()
