@@ -152,7 +152,8 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
     UserError: the cartridge to start from cannot be read, or belongs to a model of other sizes.
   """
   slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
-  from sdpo_jax.models.adapters import named_cartridges  # Needed only for a cartridge that exists.
+  if config.path or config.distractors:
+    from sdpo_jax.models.adapters import named_cartridges  # Needed only for cartridges that exist.
 
   if config.path:
     described = named_cartridges.describe(config.path)

@@ -19,6 +19,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data.self_study import Document
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.adapters import kv_prefix
+from sdpo_jax.models.adapters.named_cartridges import paths
 from sdpo_jax.models.chat_template import PROBE
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.rollout.weights import base_preparation
@@ -44,9 +45,9 @@ class Chunks:
     """Make them from the documents that the settings name; a document is read when a row names it."""
     self._config, self._tokenizer = config, tokenizer
     self._documents: dict[str, Document] = {}
-    files = documents.files_of(config.model.cartridge.document)
-    self._files = {os.path.basename(file): file for file in files}
-    if len(self._files) < len(files):
+    self.files = paths(config.model.cartridge.document)
+    self._by_name = {os.path.basename(file): file for file in self.files}
+    if len(self._by_name) < len(self.files):
       raise UserError(
         f'{documents.SECTION}.document={config.model.cartridge.document} names two files alike, and rows tell them by '
         'their names: rename one.'
@@ -67,14 +68,14 @@ class Chunks:
       UserError: the row does not name one, or it is longer than `max_chunk` allows.
     """
     origin, cartridge = example.extra.get('origin', example.id), self._config.model.cartridge
-    file, name = cartridge.document, example.columns.get('document')
-    if len(self._files) > 1:
-      if name not in self._files:
+    file, name = self.files[0], example.columns.get('document')
+    if len(self.files) > 1:
+      if name not in self._by_name:
         raise UserError(
           f"{origin}: field 'document' is {short_repr(name)}, which names no file of {documents.SECTION}.document: it "
-          f'must be {" or ".join(self._files)}.'
+          f'must be {" or ".join(self._by_name)}.'
         )
-      file = self._files[name]
+      file = self._by_name[name]
     window = tuple(example.columns.get(field) for field in FIELDS)
     if not all(isinstance(number, int) for number in window):
       raise UserError(
@@ -144,13 +145,12 @@ class ChunkBank:
     self.policy = dataclasses.replace(policy, adapter=prefix)
     # Reading chunks replaces the arrays of this tree, which the teacher's base is.
     self.base: Tree = kv_prefix.empty_slots(self._alone, prefix)
-    self._files = documents.files_of(config.model.cartridge.document)
     self._places: dict[Chunk, int] = {}  # The least recently used come first.
     self._read({0: []})
 
   def documents(self, examples: Sequence[Example]) -> np.ndarray:
     """Return the index [G] int32 of each question's document among those of the settings."""
-    return np.array([self._files.index(self._chunks.of(example).file) for example in examples], np.int32)
+    return np.array([self._chunks.files.index(self._chunks.of(example).file) for example in examples], np.int32)
 
   def members(self, examples: Sequence[Example]) -> np.ndarray:
     """Return the place [G] int32 of each question's chunk in the bank, after reading those that are not there.

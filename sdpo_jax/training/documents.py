@@ -17,6 +17,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
 from sdpo_jax.models import huggingface, model_files
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.adapters.named_cartridges import paths
 from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.training.specs import chat_format
@@ -111,11 +112,6 @@ def chunks_held(config: Config) -> int:
   return config.model.cartridge.chunks_held or config.data.train_batch_size
 
 
-def files_of(setting: str) -> list[str]:
-  """Return the text files that a setting names, divided by commas."""
-  return [file.strip() for file in setting.split(',')]
-
-
 def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
   """Return the key-value prefix that holds the document of a teacher, or the bank of its chunks.
 
@@ -144,7 +140,7 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
 def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
   """Return the tokens of the file that a setting names, as placed before a conversation."""
   named, found = getattr(config.model.cartridge, setting), []
-  for file in files_of(named) if setting == 'document' else [named]:
+  for file in paths(named) if setting == 'document' else [named]:
     found += tokens_before(config, tokenizer, text_of(file, f'{SECTION}.{setting}'), file)
   return found
 

@@ -275,7 +275,7 @@ def measuring_programs(run: Run) -> dict[str, Program]:
   The former are the teacher's sampler, and a scorer as the latter have.
   """
   config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
-  trainer, found = config.trainer, {}
+  trainer, spec, found = config.trainer, objective_spec(config), {}
   if not evaluated:
     return {}
   if trainer.test_divergence:
@@ -283,19 +283,18 @@ def measuring_programs(run: Run) -> dict[str, Program]:
     divergence = divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   declared = declared_buckets(config)
   for lengths in itertools.product(declared.prompt, declared.response):
-    batch = functools.partial(abstract_batch, _rows(run), lengths[0], None, lengths[1], spec=objective_spec(config))
+    batch_of = functools.partial(abstract_batch, _rows(run), lengths[0], None, lengths[1], spec=spec, mesh=mesh)
     of_micro_batch = functools.partial(_of_micro_batch, run, lengths=lengths, evaluation=True)
-    batch, compared = batch(mesh=mesh), batch(mesh=mesh, members=_members(run))
     if trainer.test_divergence:
-      arguments = run.base, run.trainable, run.teacher.base, compared.student, batch.targets, batch.mask
+      batch = batch_of(members=_members(run))
+      arguments = run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask
       holds = 'base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'
       found |= of_micro_batch('divergence', function=divergence, arguments=arguments, holds=holds)
     if trainer.test_perplexity:
+      batch = batch_of()
       score = perplexity_program(run.policy, update_spec(config), mesh)
-      arguments, holds = (
-        (run.base, run.trainable, batch.student, batch.targets),
-        ('base', 'parameters', 'batch', 'batch'),
-      )
+      arguments = run.base, run.trainable, batch.student, batch.targets
+      holds = 'base', 'parameters', 'batch', 'batch'
       found |= of_micro_batch('perplexity', function=score, arguments=arguments, holds=holds)
   return found
 
