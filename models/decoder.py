@@ -77,11 +77,18 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) ->
 _product.defvjp(_product_forward, _product_backward)
 
 
+def prefix_of(adapter: AnyAdapter | None) -> kv_prefix.KVPrefix | None:
+  """Return an adapter that is a prefix, or the cartridges of a pool; None: there are none."""
+  if isinstance(adapter, lora_pool.LoraPool):
+    return adapter.cartridges
+  return adapter if isinstance(adapter, kv_prefix.KVPrefix) else None
+
+
 class Layer(NamedTuple):
   """The arguments of a block that depend on the layer and on the batch."""
 
   index: jax.Array | int
-  members: jax.Array | None  # [B] int32, see `Policy.apply`.
+  adapters: jax.Array | None  # [B] int32, the adapter of a pool that each row uses.
 
 
 class Block(nnx.Module):
@@ -93,7 +100,7 @@ class Block(nnx.Module):
   def __init__(
     self, config: Architecture, adapter: AnyAdapter | None, make: Callable[[parameters.Parameter], nnx.Param]
   ):
-    self.config, self.adapter = config, adapter
+    self.config, self.adapter, self.shared = config, adapter, prefix_of(adapter)
     table = [parameter for parameter in _whole_table(config, adapter) if parameter.stacked]
     self.names = frozenset('.'.join(parameter.path[1:]) for parameter in table)
     for name, held in parameters.nest((parameter.path[1:], make(parameter)) for parameter in table).items():
@@ -126,28 +133,28 @@ class Block(nnx.Module):
     a, b = (self._parameter(f'{name}_{suffix}') for suffix in (lora.A, lora.B))
     scale = self.adapter.by_name[f'layers.{name}'].scale(layer.index)
     if isinstance(self.adapter, lora_pool.LoraPool):
-      return lora_pool.part(self.adapter, x, a, b, layer.members, scale, inputs)
+      return lora_pool.part(self.adapter, x, a, b, layer.adapters, scale, inputs)
     # The product of the factors is never added to the matrix itself, as bfloat16 would round it away.
     inner = project(x, a, inputs)
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
     """Return keys and values [KV, P, head_dim] of the layer's slots, or [L, …] of all layers; None without any."""
-    if not isinstance(self.adapter, kv_prefix.KVPrefix) or not self.adapter.slots:
+    if self.shared is None or not self.shared.slots:
       return None
     parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
     held = [[self._parameter(name) for name in names] for names in parts if names[0] in self.names]
     return Prefix(
       *(jnp.concatenate(arrays, axis=-2) for arrays in zip(*held, strict=True)),
-      divided=self.adapter.parts is not None,
-      trained=self.adapter.trained,
+      divided=self.shared.parts is not None,
+      trained=self.shared.trained,
     )
 
   def bank(self) -> Prefix:
     """Return the prefixes of a bank, [N, KV, slots, head_dim], with the number of slots filled, [N]; or [L, …]."""
     names = slot_names.BANK_KEY, slot_names.BANK_VALUE, slot_names.FILLED
     key, value, filled = map(self._parameter, names)
-    return Prefix(key, value, filled=filled.astype(jnp.int32), divided=self.adapter.parts is not None)
+    return Prefix(key, value, filled=filled.astype(jnp.int32), divided=self.shared.parts is not None)
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
     """Return x after the norm with the weight `name`; x itself if the layer has no such norm."""
@@ -186,7 +193,8 @@ class Decoder(nnx.Module):
     make: Callable[[parameters.Parameter], nnx.Param],
     unrolled: bool,
   ):
-    self.config, self.adapter = config, adapter
+    self.config, self.shared = config, prefix_of(adapter)
+    self.both = isinstance(adapter, lora_pool.LoraPool) and self.shared is not None
     for parameter in parameter_table(config):
       if not parameter.stacked:
         setattr(self, parameter.name, make(parameter))
@@ -210,6 +218,7 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Return final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
+    adapters, members = (members[:, 0], members[:, 1]) if self.both and members is not None else (members, members)
     after_slots = positions + self._slots_before(members)
     matrices_of = self._rotations(after_slots)
     # A cache without `recent` is filled with these tokens, which attend only to each other.
@@ -235,7 +244,7 @@ class Decoder(nnx.Module):
         return mix(query, key, value, prefix, updated, index), updated
 
       x = backend.constrain(x, row_axes, None, None)
-      x, store = block(x, Layer(index, members), matrices_of(index), backend.halves, mix_and_store)
+      x, store = block(x, Layer(index, adapters), matrices_of(index), backend.halves, mix_and_store)
       return backend.constrain(x, row_axes, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
@@ -277,22 +286,22 @@ class Decoder(nnx.Module):
 
   @property
   def _has_bank(self) -> bool:
-    return isinstance(self.adapter, kv_prefix.KVPrefix) and self.adapter.members is not None
+    return self.shared is not None and self.shared.members is not None
 
   def _slots_before(self, members: jax.Array | None) -> jax.Array | int:
     """Return the number of slots before the tokens; [B, 1] int32 if rows read those of a bank."""
-    if not isinstance(self.adapter, kv_prefix.KVPrefix):
+    if self.shared is None:
       return 0
     if members is None or not self._has_bank:
-      return self.adapter.slots
+      return self.shared.slots
     first = self.layers[0] if isinstance(self.layers, nnx.List) else self.layers
     return self._filled(first.bank(), members)[:, None]
 
   def _filled(self, bank: Prefix, members: jax.Array) -> jax.Array:
     """Return the number [B] of slots that rows see: those of all rows, and those of their members of a bank."""
-    counts = jnp.take(bank.filled.reshape(-1, self.adapter.members)[0], members, mode='clip')
+    counts = jnp.take(bank.filled.reshape(-1, self.shared.members)[0], members, mode='clip')
     counts = jnp.where(members < 0, 0, counts)
-    return self.adapter.slots + (counts.sum(1) if counts.ndim == 2 else counts)
+    return self.shared.slots + (counts.sum(1) if counts.ndim == 2 else counts)
 
   def _seen(
     self,
@@ -315,16 +324,18 @@ class Decoder(nnx.Module):
       return None
     if bank is not None:
       key, value = (array.reshape(-1, *array.shape[-3:]) for array in (bank.key, bank.value))
-      first = layer * self.adapter.members if len(key) > self.adapter.members else 0
+      first = layer * self.shared.members if len(key) > self.shared.members else 0
       before = None if prefix is None else (prefix.key, prefix.value)
+      # Of consecutive rows, those that read a prefix read the same.
+      index = members.reshape(-1, self.shared.rows_alike).max(1) if self.shared.rows_alike > 1 else members
       prefix = (prefix or bank).replace(
-        key=key, value=value, index=first + members, filled=self._filled(bank, members), before=before
+        key=key, value=value, index=first + index, filled=self._filled(bank, members), before=before
       )
-    elif self.adapter.filling:
+    elif self.shared.filling:
       prefix = prefix.replace(filled=positions[0, 0])
-    elif self.adapter.room > self.adapter.slots:
-      prefix = prefix.replace(filled=jnp.int32(self.adapter.slots))
-    if self.config.windows is None or not self.adapter.within_windows:
+    elif self.shared.room > self.shared.slots:
+      prefix = prefix.replace(filled=jnp.int32(self.shared.slots))
+    if self.config.windows is None or not self.shared.within_windows:
       return prefix
     window = jnp.asarray(self.config.windows, jnp.int32)[layer]
     return prefix.replace(first=jnp.where(window > 0, jnp.maximum(positions - window + 1, 0), 0))
@@ -469,7 +480,22 @@ class DecoderPolicy:
   @property
   def members_at_once(self) -> int | None:
     """See `sdpo_jax.models.policy.Policy.members_at_once`."""
-    return self.adapter.at_once if isinstance(self.adapter, kv_prefix.KVPrefix) else None
+    if isinstance(self.adapter, kv_prefix.KVPrefix):
+      return self.adapter.at_once
+    return None if self.rows_alike is None else 2
+
+  @property
+  def rows_alike(self) -> int | None:
+    """See `sdpo_jax.models.policy.Policy.rows_alike`."""
+    pool = self.adapter
+    return pool.cartridges.rows_alike if isinstance(pool, lora_pool.LoraPool) and pool.cartridges is not None else None
+
+  def in_any_order(self) -> DecoderPolicy:
+    """See `sdpo_jax.models.policy.Policy.in_any_order`."""
+    if self.rows_alike is None:
+      return self
+    bank = dataclasses.replace(self.adapter.cartridges, rows_alike=1)
+    return dataclasses.replace(self, adapter=dataclasses.replace(self.adapter, cartridges=bank))
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
     """See `sdpo_jax.models.policy.Policy.on`."""

@@ -31,6 +31,9 @@ class Policy(Protocol):
   shares_prefixes: bool  # Whether `apply` accepts `parents`.
   pooled: bool  # Whether there is a pool of adapters or a bank of prefixes, and `apply` needs `members`.
   members_at_once: int | None  # K, if `members` are [B, K].
+  # Number of consecutive rows that must read the same cartridge of a pool, or none, when a token is decoded in each
+  # (`in_any_order` is the policy for other calls); None: there are no cartridges in a pool.
+  rows_alike: int | None
 
   def parameter_table(self) -> Table:
     """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
@@ -49,6 +52,10 @@ class Policy(Protocol):
     Raises:
       UserError: the devices or the dtype do not allow these kernels.
     """
+    ...
+
+  def in_any_order(self) -> Policy:
+    """Return the policy for rows of which no two need read the same cartridge."""
     ...
 
   def with_remat(self, remat: str) -> Policy:
@@ -90,8 +97,8 @@ class Policy(Protocol):
         several completions share a prompt. None: no token has a parent. Only without a cache; the TPU's kernels then
         have no gradient.
       members: [B] int32, the adapter of the pool, or the prefix of the bank, that each row uses; `NO_MEMBER`: the row
-        uses the base alone. Or [B, K] int32, the prefixes that it uses one after the other, `NO_MEMBER` after the last.
-        None: the policy has neither, or no row uses any.
+        uses the base alone. Or [B, K] int32, the prefixes that it uses one after the other, `NO_MEMBER` after the last;
+        with a pool that has cartridges [B, 2] int32, an adapter and a cartridge. None: no row uses any of these.
 
     Returns:
       Hidden states [B, S, D] after the final norm, the unembedding [V, D], such that logits = hidden @ unembedding.T,

@@ -50,6 +50,8 @@ class KVPrefix:
   members: int | None = None
   member_slots: int = 0
   at_once: int | None = None
+  # Number of consecutive rows that read the same prefix of the bank, or none, when a token is decoded in each.
+  rows_alike: int = 1
 
   def __post_init__(self):
     if not self.slots and self.members:

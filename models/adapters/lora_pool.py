@@ -1,7 +1,7 @@
 """A pool of LoRA adapters of one shape for one base: every row of a batch uses one of them, or none.
 
 Their factors are stacked after the layers axis, [L, N, …]. To each row's product x W, the product with the factors of
-its adapter is added.
+its adapter is added. Beside the adapters there may be a bank of cartridges, of which every row reads one, or none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.models.adapters import lora
-from sdpo_jax.models.parameters import Parameter, Table, map_table, trainable
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.models.adapters.slot_names import BANK_KEY, BANK_VALUE, FILLED
+from sdpo_jax.models.parameters import Parameter, Table, map_table, nest, trainable
 from sdpo_jax.types import Tree
 
 AXIS = 1  # Axis of the adapters in every array of factors.
@@ -34,6 +36,9 @@ class LoraPool:
   adapter: lora.Adapter
   members: int  # N.
   product: Product = 'gather'
+  # The bank; then `members` of `Policy.apply` are [B, 2], the adapter and the cartridge of each row. None: there is no
+  # bank.
+  cartridges: KVPrefix | None = None
 
   @property
   def by_name(self) -> Mapping[str, lora.Target]:
@@ -52,7 +57,8 @@ class LoraPool:
       )
       for row in lora.factors(whole)
     ]
-    return (*lora.without_factors(whole), *stacked)
+    bank = () if self.cartridges is None else self.cartridges.rows(table, dtype)
+    return (*lora.without_factors(whole), *stacked, *(dataclasses.replace(row, frozen=False) for row in bank))
 
   def arranged(self, layers: Tree) -> Tree:
     """Return the parameters of layers with factors in the layout that the product needs.
@@ -143,14 +149,18 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tree:
-  """Return a pool whose factors are all 0, so that its adapters have no effect; nothing is compiled.
+  """Return a pool whose factors are all 0 and whose cartridges have no slots, without effect; nothing is compiled.
 
   Args:
     table: table of a policy with a pool.
     mesh: mesh to place it on, see `shardings`; None: the default device.
-    dtype: dtype of the factors.
+    dtype: dtype of the factors and cartridges.
   """
-  zeros = map_table(lambda row: np.zeros(row.shape, jnp.dtype(dtype)), trainable(table))
+
+  def make(row: Parameter) -> np.ndarray:
+    return np.zeros(row.shape, jnp.dtype(dtype if row.compute else row.dtype))
+
+  zeros = map_table(make, trainable(table))
   return jax.device_put(zeros, None if mesh is None else shardings(table, mesh))
 
 
@@ -176,10 +186,27 @@ def member(pool: Tree, index: jax.Array | int) -> Tree:
   return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False), pool)
 
 
-def with_member(pool: Tree, index: jax.Array | int, factors: Tree) -> Tree:
-  """Return the pool with the factors of the adapter at `index` replaced."""
+def with_member(pool: Tree, index: jax.Array | int, own: Tree) -> Tree:
+  """Return the pool with the factors of the adapter, or the slots of the cartridge, at `index` replaced by `own`."""
+  new = dict(jax.tree.leaves_with_path(own))
 
-  def put(leaf: jax.Array, own: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(leaf, own.astype(leaf.dtype), index, AXIS)
+  def put(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    if path not in new:
+      return leaf
+    return lax.dynamic_update_index_in_dim(leaf, new[path].astype(leaf.dtype), index, AXIS)
 
-  return jax.tree.map(put, pool, factors)
+  return jax.tree_util.tree_map_with_path(put, pool)
+
+
+def cartridge(bank: KVPrefix, keys: np.ndarray, values: np.ndarray) -> Tree:
+  """Return a cartridge as `with_member` takes it.
+
+  Args:
+    bank: the bank of the pool.
+    keys: rotated keys [L, KV, P, head_dim], at most as many slots as the bank has for one.
+    values: likewise.
+  """
+  padding = [(0, 0), (0, 0), (0, bank.member_slots - keys.shape[2]), (0, 0)]
+  filled = np.full(len(keys), keys.shape[2], np.float32)
+  slots = {BANK_KEY: np.pad(keys, padding), BANK_VALUE: np.pad(values, padding), FILLED: filled}
+  return nest((('layers', *name.split('.')), array) for name, array in slots.items())

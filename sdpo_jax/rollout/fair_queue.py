@@ -1,13 +1,13 @@
 """A queue of samples of several payers: whoever has had the least work done for them gets the next free slot.
 
 The order is that of virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). With
-one payer it is first come, first served.
+one payer it is first come, first served, and samples that read different cartridges take turns.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 import dataclasses
 import math
 from typing import NamedTuple
@@ -78,29 +78,35 @@ class _Request:
   reserved: int = 0  # The most tokens of those that have slots.
 
 
+_Key = tuple[Payer, int]  # A payer and a cartridge.
+
+
 class FairQueue:
-  """A `Queue` for each payer, and the order in which they are served."""
+  """A `Queue` for each payer and cartridge, and the order in which they are served."""
 
   def __init__(self, shards: int):
     """Make an empty queue for `shards` shards."""
     self._shards = shards
     self.shares = Shares()  # To which other work of the same payers may be charged, too.
-    self._queues: dict[Payer, Queue] = {}  # Of payers with waiting samples.
+    # Whether a slot is free for samples that read a cartridge; those for which there is none are passed over.
+    self.fits: Callable[[int], bool] = lambda cartridge: True
+    self._queues: dict[_Key, Queue] = {}  # With waiting samples; of a payer's, the first is the next.
     self._requests: dict[Samples, _Request] = {}  # Those with samples that are not done.
 
   def add(self, samples: Samples, payer: Payer) -> None:
     """Append the samples of a prompt, at least one, to those of their payer."""
-    if payer not in self._queues:
+    key = payer, samples.cartridge
+    if key not in self._queues:
       self.shares.enter(payer)
-      self._queues[payer] = Queue(self._shards)
-    self._queues[payer].add(samples)
+      self._queues[key] = Queue(self._shards)
+    self._queues[key].add(samples)
     self._requests[samples] = _Request(payer, len(samples))
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Remove the samples for which `gone` returns True, also those that have slots."""
-    for payer, queue in list(self._queues.items()):
+    for key, queue in list(self._queues.items()):
       queue.remove(gone)
-      self._drop_empty(payer)
+      self._drop_empty(key)
     self._requests = {samples: request for samples, request in self._requests.items() if not gone(samples)}
 
   def refill(self, rows: int) -> int:
@@ -109,19 +115,20 @@ class FairQueue:
     While several payers have slots, fewer interruptions let all of them go on; one that has none gets the next slot.
     """
     served = {request.payer for request in self._requests.values() if request.reserved}
-    at_once = len(served) < 2 or self._queues.keys() - served
+    at_once = len(served) < 2 or {payer for payer, _ in self._queues} - served
     return math.ceil(rows / (REFILLS if at_once else 2))
 
   def take(self, shard: int) -> tuple[Samples, int] | None:
     """Return (samples of a prompt, index among them) for a free slot of the shard; None if no sample is left."""
-    if not self._queues:
+    key = self._next()
+    if key is None:
       return None
-    payer = self._next()
-    samples, index = self._queues[payer].take(shard)
-    self._drop_empty(payer)
+    queue = self._queues[key] = self._queues.pop(key)  # The last of its payer now.
+    samples, index = queue.take(shard)
+    self._drop_empty(key)
     self._requests[samples].reserved += int(samples.knobs['max_tokens'][index])
     if index == 0:
-      self.shares.charge(payer, len(samples.prompt))
+      self.shares.charge(key[0], len(samples.prompt))
     return samples, index
 
   def drawn(self, samples: Samples, tokens: int) -> None:
@@ -143,26 +150,51 @@ class FairQueue:
 
   @property
   def head(self) -> Samples | None:
-    """The first samples of the next payer that were not handed to a shard yet; None if there are none."""
-    return self._queues[self._next()].head if self._queues else None
+    """The first samples of those who are next that were not handed to a shard yet; None if there are none."""
+    key = self._next()
+    return None if key is None else self._queues[key].head
+
+  @property
+  def cartridge(self) -> int | None:
+    """The cartridge that the next samples read; None: there are no samples, or no slots for them."""
+    key = self._next()
+    return None if key is None else key[1]
+
+  @property
+  def passed_over(self) -> int | None:
+    """The cartridge for which no slot fits although its samples would be next; None: there is none."""
+    if not self._queues:
+      return None
+    cartridge = self._first(self._queues)[1]
+    return None if self.fits(cartridge) else cartridge
+
+  def waits(self, cartridge: int) -> bool:
+    """Return whether samples that read a cartridge wait."""
+    return any(cartridge == other for _, other in self._queues)
 
   def begun(self, shard: int) -> bool:
-    """Return whether the shard has a prompt of the next payer with samples that still wait."""
-    return bool(self._queues) and self._queues[self._next()].begun(shard)
+    """Return whether the shard has a prompt of those who are next with samples that still wait."""
+    key = self._next()
+    return key is not None and self._queues[key].begun(shard)
 
   def holds(self, shard: int, prefix: Hashable) -> bool:
     """Return whether samples with that prefix wait in the shard, or for any shard."""
     return any(queue.holds(shard, prefix) for queue in self._queues.values())
 
-  def _drop_empty(self, payer: Payer) -> None:
-    if not self._queues[payer].left:
-      del self._queues[payer]
-      self.shares.leave(payer)
+  def _drop_empty(self, key: _Key) -> None:
+    if not self._queues[key].left:
+      del self._queues[key]
+      self.shares.leave(key[0])
 
-  def _next(self) -> Payer:
-    if len(self._queues) == 1:
-      return next(iter(self._queues))
-    reserved = collections.Counter[Payer]()
-    for request in self._requests.values():
-      reserved[request.payer] += request.reserved
-    return self.shares.first(self._queues, reserved.__getitem__)
+  def _next(self) -> _Key | None:
+    fitting = [key for key in self._queues if self.fits(key[1])]
+    return self._first(fitting) if fitting else None
+
+  def _first(self, keys: Collection[_Key]) -> _Key:
+    payers = {payer for payer, _ in keys}
+    if len(payers) > 1:
+      reserved = collections.Counter[Payer]()
+      for request in self._requests.values():
+        reserved[request.payer] += request.reserved
+      payers = {self.shares.first(payers, reserved.__getitem__)}
+    return next(key for key in keys if key[0] in payers)

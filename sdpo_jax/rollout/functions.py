@@ -54,6 +54,7 @@ class SamplerFunctions:
   keeps_size: bool
   pooled: bool  # Whether rows use members, see `Policy.apply`;
   members_at_once: int | None  # and how many, K: `members` are [rows, K]. None: one, [rows].
+  rows_alike: int | None  # See `Policy.rows_alike`.
 
   def no_members(self, rows: int) -> np.ndarray:
     """Return the `members` of rows that use none."""
@@ -101,6 +102,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     quantized: whether the cache holds int8 instead of the compute dtype.
   """
   divided = mesh is not None and mesh.size > 1
+  reading = policy if policy.rows_alike is None else policy.in_any_order()  # Of prompts.
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
 
   @local
@@ -131,7 +133,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     # The last piece of a row may extend beyond its last token.
     rows = resize(cache, source, slots + piece).replace(lengths=held)
     grown = decode.extend(
-      policy, base, trainable, rows, tokens, new, members, piece=piece, commit=local(kv_cache.commit)
+      reading, base, trainable, rows, tokens, new, members, piece=piece, commit=local(kv_cache.commit)
     )
     return kv_cache.with_slots(grown, slots)
 
@@ -154,7 +156,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     prepare=preparing_trainable(policy, mesh),
     prepare_base=functools.partial(base_preparation, policy, mesh),
     prefill=jax.jit(
-      functools.partial(decode.prefill, policy, quantized=quantized), static_argnames='slots', out_shardings=placed
+      functools.partial(decode.prefill, reading, quantized=quantized), static_argnames='slots', out_shardings=placed
     ),
     extend=jax.jit(extend, static_argnames='piece', out_shardings=placed),
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
@@ -173,6 +175,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     keeps_size=policy.reads_filled,
     pooled=policy.pooled,
     members_at_once=policy.members_at_once,
+    rows_alike=policy.rows_alike,
   )
 
 

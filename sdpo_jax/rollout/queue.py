@@ -34,6 +34,7 @@ class Samples:
   step: int  # Number of the generation batch.
   prefix: Hashable  # Equal for samples whose prompts have the same tokens and are read with the same weights.
   member: int | Sequence[int] = NO_MEMBER  # What their rows use, see `Policy.apply`.
+  cartridge: int = NO_MEMBER  # The one of these that is a cartridge of a pool, see `rollout.slot_groups`.
   # Equal for prompts that may reuse each other's keys and values, however old; None: the prompt reuses none.
   weights: Hashable = None
 

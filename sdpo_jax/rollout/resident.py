@@ -48,6 +48,8 @@ class Weights:
 
   member: int = NO_MEMBER  # Index in the pool of adapters, whose factors must not change during the request.
   version: Hashable = None  # Equal if the member's factors are equal; then equal prompts are prefilled once.
+  cartridge: int = NO_MEMBER  # Likewise, a pooled cartridge, in a pool that has any.
+  slots: Hashable = None  # Equal if the cartridge's slots are equal.
 
 
 class Handle:
@@ -183,7 +185,8 @@ class Resident:
       samples,
       stop_ids=ends,
       prefix=(whose, samples.prompt.tobytes()),
-      member=weights.member,
+      member=self._sampler.members_of(weights.member, weights.cartridge),
+      cartridge=weights.cartridge,
       weights=None if owner is None else whose,
     )
     handle = Handle(samples, StopStrings(self._sampler.tokenizer, stop), drafts, payer)
@@ -202,7 +205,7 @@ class Resident:
   def release(self, gone: Callable[[Weights], bool]) -> None:
     """Drop the kept keys and values of weights for which `gone` returns True; call it between two turns.
 
-    It must be called before a member of the pool gets other factors.
+    It must be called before a member of the pool gets other factors or slots.
     """
     self._slots.release(lambda whose: gone(whose[0]))
 

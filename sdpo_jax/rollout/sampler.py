@@ -118,6 +118,10 @@ class Sampler:
     """Number of token ids that end a completion."""
     return len(self._stop_ids)
 
+  def members_of(self, adapter: int, cartridge: int) -> int | tuple[int, int]:
+    """Return what `Samples.member` is for members of a pool, in which there may be no cartridges."""
+    return adapter if self._functions.rows_alike is None else (adapter, cartridge)
+
   def sample(
     self,
     base: Tree,

@@ -14,6 +14,7 @@ import numpy as np
 
 from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.models.cache import KVCache
+from sdpo_jax.models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
@@ -21,6 +22,7 @@ from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
 from sdpo_jax.rollout.results import Completion, SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import SamplerSizes, Size
+from sdpo_jax.rollout.slot_groups import SlotGroups
 from sdpo_jax.rollout.stops import Tokenizer, to_text
 from sdpo_jax.types import Tree
 
@@ -91,11 +93,13 @@ class Slots:
     self._cache: KVCache | None = None
     self._prefixes: dict[tuple[int, Hashable], KeptPrefix] = {}  # By (shard, prefix).
     self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
+    self._groups = None if functions.rows_alike is None else SlotGroups(functions.rows_alike)
     self._of: list[Samples | None] = [None] * rows  # None: free.
     self._live = np.zeros(rows, bool)
     self._number = np.full(rows, -1, np.int32)
     self._seed, self._step = np.zeros(rows, np.uint32), np.zeros(rows, np.int32)
-    self._member = functions.no_members(rows)
+    self._member = functions.no_members(rows)  # Those of free slots use none.
+    self._cartridge = np.full(rows, NO_MEMBER, np.int32)
     self._knobs = {name: np.zeros(rows, kind) for name, kind in KNOBS.items()}
     self._stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
@@ -125,13 +129,18 @@ class Slots:
     """Give free slots to waiting samples and resize the cache for the live ones; return whether any sample is live."""
     per_shard, admitted = self._per_shard, []
     free = np.flatnonzero(~self._live).tolist()
-    while free:
-      slot = free.pop(self._next_slot(free))
-      taken = self.queue.take(slot // per_shard)
+    if self._groups is not None:
+      self._groups.update(self._cartridge, self.queue.waits)
+      self.queue.fits = lambda cartridge: bool(self._groups.best(free, cartridge))
+    while free and (at := self._next_slot(free)) is not None:
+      taken = self.queue.take(free[at] // per_shard)
       if taken is None:
         break
+      slot = free.pop(at)
       self._take(slot, *taken)
       admitted.append((slot, taken[0]))
+    if self._groups is not None and (blocked := self.queue.passed_over) is not None:
+      self._groups.reserve(blocked)
     if not self._live.any():
       return False
     self._prefill({(slot // per_shard, samples.prefix): samples for slot, samples in admitted})
@@ -157,7 +166,7 @@ class Slots:
     )
     state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._live)
     if self._functions.pooled:
-      state = state.replace(members=self._member[like])
+      state = state.replace(members=self._member)
     if self.queue.left or not self._closed:
       enough = self.queue.refill(len(like))
     else:
@@ -216,21 +225,33 @@ class Slots:
     """Give a slot to sample number `index` of a prompt."""
     self._of[slot], self._live[slot], self._number[slot] = samples, True, samples.first + index
     self._seed[slot], self._step[slot], self._member[slot] = samples.seed % 2**32, samples.step, samples.member
+    self._cartridge[slot] = samples.cartridge
+    if self._groups is not None:
+      self._groups.give(slot, samples.cartridge)
     for name, values in self._knobs.items():
       values[slot] = samples.knobs[name][index]
     self._stop_ids[slot], self._stop_ids[slot, : len(samples.stop_ids)] = NO_TOKEN, samples.stop_ids
     self._held[slot], self._drawn[slot], self._token[slot] = len(samples.prompt) - 1, 0, samples.prompt[-1]
 
-  def _next_slot(self, free: list[int]) -> int:
-    """Return the index in `free` of the next slot to fill: 0, unless another shard is better for the next prompt."""
+  def _next_slot(self, free: list[int]) -> int | None:
+    """Return the index in `free` of the next slot to fill, the first that fits or one in the best shard for the prompt.
+
+    None: no slot fits any sample.
+    """
+    fitting = range(len(free))
+    if self._groups is not None:
+      cartridge = self.queue.cartridge
+      if cartridge is None:
+        return None
+      fitting = self._groups.best(free, cartridge)
     if self._kept is None or self._functions.shards == 1:
-      return 0
-    shards = [slot // self._per_shard for slot in free]
-    begun = [at for at, shard in enumerate(shards) if self.queue.begun(shard)]
+      return fitting[0]
+    shards = [free[at] // self._per_shard for at in fitting]
+    begun = [at for at, shard in zip(fitting, shards, strict=True) if self.queue.begun(shard)]
     samples = self.queue.head
     if begun or samples is None:  # Samples that wait in a shard come first.
-      return begun[0] if begun else 0
-    return shards.index(self._kept.shard_of(samples, shards))
+      return begun[0] if begun else fitting[0]
+    return fitting[shards.index(self._kept.shard_of(samples, shards))]
 
   def _leave(self, leaving: list[int]) -> None:
     """Free slots, after keeping their keys and values if configured."""
@@ -242,6 +263,7 @@ class Slots:
       self._kept.keep(self._cache, left, per_shard)
     for slot in leaving:
       self._of[slot], self._live[slot], self._number[slot] = None, False, -1
+      self._member[slot] = self._cartridge[slot] = NO_MEMBER
 
   @property
   def _per_shard(self) -> int:

@@ -25,7 +25,7 @@ class ToyPolicy:
   intermediate_size = layers = heads = kv_heads = head_dim = 0
   windows = None
   reads_filled = shares_prefixes = pooled = False
-  members_at_once = None
+  members_at_once = rows_alike = None
 
   @property
   def config(self) -> ToyPolicy:
