@@ -929,6 +929,22 @@ class ServeConfig:
     Range(above=0, unit='completions'),
   )
   snapshots: int = setting(8, 'Number of adapter versions on the devices at once for sampling.', VERSIONS)
+  cartridges: int = setting(
+    0,
+    'Number of cartridges on the devices at once; 0: none are served. Up to eight rows read one together.',
+    Range(at_least=0, unit='cartridges'),
+  )
+  cartridge_slots: int = setting(
+    2048,
+    'Maximum number of slots of a cartridge, or of several that a request reads; every place takes the memory of as '
+    'many, and every completion the time to read them.',
+    Range(at_least=1, unit='slots'),
+  )
+  cartridge_window: Literal['visible', 'windowed'] = setting(
+    'visible',
+    'What layers with a sliding window see of cartridges, see model.cartridge.sliding_window, which the runs that made '
+    'them must share.',
+  )
   teachers: int = setting(8, 'Number of adapter versions on the devices at once for scoring.', VERSIONS)
   slots: int = setting(8, 'Number of adapter versions on the devices at once for training.', VERSIONS)
   topk: int = setting(

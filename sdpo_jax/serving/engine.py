@@ -1,11 +1,11 @@
 """The engine of the service: it samples, scores and trains many adapters of one model in one process.
 
-A version of an adapter is immutable: its LoRA factors. Apart from these, under a name of its own
-(`records.optimizer_name`), the engine has the version's optimizer state, which only learning reads: moments, and if
+A version is immutable: the LoRA factors of an adapter, or the slots of a cartridge. Apart from factors, under a name of
+its own (`records.optimizer_name`), the engine has their optimizer state, which only learning reads: moments, and if
 wanted the moving average of the factors over all versions so far, which can act as the teacher. The engine copies what
-a request needs into one of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to
-score with, in float32; and slots to train in, in float32. All calls must come from one thread unless a method says
-otherwise.
+a request needs into one of three pools on the devices: snapshots to sample from, with cartridges, in the compute
+dtype; teachers to score with, in float32; and slots to train in, in float32. All calls must come from one thread unless
+a method says otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import time
@@ -34,8 +35,11 @@ from sdpo_jax.learning.requests import Lesson, Task, Taught, UpdateOptions, with
 from sdpo_jax.learning.scoring import CompiledSizes, Scored, Scorer, check_ids, mesh_of
 from sdpo_jax.learning.training_pool import SlotState
 from sdpo_jax.models import parameters
-from sdpo_jax.models.adapters import lora, lora_pool
+from sdpo_jax.models.adapters import composition, lora, lora_pool
+from sdpo_jax.models.adapters.cartridge import Cartridge
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.models.adapters.lora_pool import LoraPool
+from sdpo_jax.models.architecture import Architecture
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
@@ -44,7 +48,16 @@ from sdpo_jax.rollout.sampler import Sampler, SamplingOptions
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
-from sdpo_jax.serving.records import BASE, TEACHING_MODEL, TEACHING_VERSION, optimizer_name, version_of
+from sdpo_jax.serving.records import (
+  BASE,
+  KEYS,
+  TEACHING_MODEL,
+  TEACHING_VERSION,
+  VALUES,
+  Composition,
+  optimizer_name,
+  version_of,
+)
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError, Places, Shelf
 from sdpo_jax.serving.store import versions
 from sdpo_jax.teacher import averaging
@@ -52,6 +65,9 @@ from sdpo_jax.types import Tree
 
 _SCORING = UpdateOptions(Sdpo(topk=1))  # For checks of rows that are only scored.
 _FACTORS = 'factors'  # The arrays of a version.
+_ALIKE = 8  # Rows that read the same cartridge, at most: enough to read its slots in much less time than their own.
+# The largest absolute value of a slot; models compute values up to some hundreds.
+LARGEST_SLOT = 2.0**16
 _MU, _NU, _COUNT, _AVERAGE = 'mu', 'nu', 'count', 'average'  # The arrays of an optimizer state.
 
 
@@ -67,6 +83,9 @@ class EngineSettings:
   rows: int = ServeConfig.rows  # Completions that are decoded at once.
   training_rows: int = ServeConfig.training_rows  # Rows in a micro-batch of training or scoring.
   snapshots: int = ServeConfig.snapshots  # Places for versions to sample from.
+  cartridges: int = ServeConfig.cartridges  # Places for cartridges, or compositions of some.
+  cartridge_slots: int = ServeConfig.cartridge_slots  # The most slots of each.
+  cartridge_window: Literal['visible', 'windowed'] = ServeConfig.cartridge_window  # What layers with windows see.
   teachers: int = ServeConfig.teachers  # Places for versions to score with.
   slots: int = ServeConfig.slots  # Places for versions in training.
   topk: int = ServeConfig.topk  # K, the number of most likely tokens in supports and scores.
@@ -145,10 +164,11 @@ class Engine:
     self._vocab_size, self._adapter = policy.vocab_size, policy.adapter
     self._table = parameters.trainable(policy.parameter_table())
     self._count = parameters.count(self._table)
+    self._architecture, self._bank = policy.config, bank_of(policy, settings)
     memory_bytes = settings.memory_bytes
     if memory_bytes is None:
       host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-      memory_bytes = min(memory_for(settings, self._count), host // 4)
+      memory_bytes = min(memory_for(settings, self._count, self._architecture), host // 4)
     self.settings = dataclasses.replace(settings, memory_bytes=memory_bytes)
     self._shelf = Shelf(folder, memory_bytes)
     kept_in = None
@@ -165,10 +185,10 @@ class Engine:
     keep = self._programs.keep
 
     sampled, taught, trained = pooled_policies(policy, settings)
-    functions = {name: keep(name, function) for name, function in pool_functions(trained).items()}
-    with_member, self._put_slot, self._get_slot = (functions[name] for name in ('with_member', 'put_slot', 'get_slot'))
-    self._snapshots, self._snapshot_places = _Pool(sampled, policy.dtype, with_member), Places(settings.snapshots)
-    self._teachers, self._teacher_places = _Pool(taught, 'float32', with_member), Places(settings.teachers)
+    functions = {name: keep(name, function) for name, function in pool_functions(sampled, trained).items()}
+    self._put_slot, self._get_slot = functions['put_slot'], functions['get_slot']
+    self._snapshots = _Pool(sampled, policy.dtype, functions['put_snapshot'])
+    self._teachers, self._teacher_places = _Pool(taught, 'float32', functions['put_teacher']), Places(settings.teachers)
     self._slots: SlotState | None = None  # None: the next feedback makes them.
     self._slot_places, self._trained = Places(settings.slots), trained
     sampler = Sampler(
@@ -187,9 +207,9 @@ class Engine:
     )
     self.shares = self._resident.shares  # What was sampled for payers, and whatever the caller charges to them.
     self._rehearsed = SamplingStats()  # The counts of `_rehearse`, which are not reported.
-    self._sampling: list[tuple[Handle, str]] = []
+    self._sampling: list[tuple[Handle, list[tuple[_Sampled, Hashable]]]] = []
     self._loaded = False  # Whether versions were put into places since the last turn.
-    self._served = [0] * settings.snapshots  # By place: the samples begun since it got its version.
+    self._adapters, self._cartridges = _Sampled(settings.snapshots), _Sampled(settings.cartridges)
     sizes = CompiledSizes(
       topk=settings.topk,
       rows=settings.training_rows,
@@ -267,6 +287,10 @@ class Engine:
     zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
     for pool in (self._snapshots, self._teachers):
       pool.put(0, zeros)
+    if self._bank is not None:
+      sizes = self._architecture
+      none = np.zeros((sizes.layers, sizes.kv_heads, 0, sizes.head_dim), np.float32)
+      self._snapshots.put(0, lora_pool.cartridge(self._bank, none, none))
     self._resident.use(self._snapshots.factors)
     # The last prompt continues from the cached prefix of the previous one.
     for width in (*settings.prompt_buckets, *settings.prompt_buckets[-1:] * bool(settings.kept_prefixes)):
@@ -343,6 +367,9 @@ class Engine:
     """
     if version_of(version) == BASE:
       raise UserError('A version needs a name; the empty name means the model without an adapter.')
+    if arrays.keys() & {KEYS, VALUES} and version == version_of(version):
+      self._shelf.put(version, self._checked_cartridge(version, arrays))
+      return
     kinds = (_FACTORS,)
     if version != version_of(version):
       kinds = ((_MU, _NU) if _COUNT in arrays else ()) + ((_AVERAGE,) if _has_average(arrays) else ())
@@ -370,6 +397,26 @@ class Engine:
         self._slot_places.forget(version_of(version))
     self._shelf.put(version, found)
 
+  def _checked_cartridge(self, version: str, arrays: Arrays) -> dict[str, np.ndarray]:
+    """Return read-only arrays of a cartridge; raises UserError unless they fit the bank."""
+    if self._bank is None:
+      raise UserError(f'{version} is a cartridge, and this service serves none: set serve.cartridges.')
+    sizes, most = self._architecture, self._bank.member_slots
+    found = {name: np.asarray(array) for name, array in arrays.items()}
+    slots = next(iter(found.values())).shape[2:3]
+    wanted = (sizes.layers, sizes.kv_heads, *slots, sizes.head_dim)
+    if found.keys() != {KEYS, VALUES} or any((a.shape, a.dtype) != (wanted, np.float32) for a in found.values()):
+      shown = ', '.join(f'{printable(name)} {array.dtype.name} {array.shape}' for name, array in sorted(found.items()))
+      raise UserError(
+        f'The cartridge {version} has {shown}, but the model has float32 keys and values of {sizes.layers} layers, '
+        f'{sizes.kv_heads} heads, any number of slots and {sizes.head_dim} elements of a head.'
+      )
+    if not 1 <= slots[0] <= most:
+      raise UserError(f'The cartridge {version} has {slots[0]} slots, but serve.cartridge_slots={most} are served.')
+    if not all((abs(array) <= LARGEST_SLOT).all() for array in found.values()):
+      raise UserError(f'The cartridge {version} has values that are not finite, or larger than {LARGEST_SLOT:.0f}.')
+    return {name: array.copy() if array.flags.writeable else array for name, array in found.items()}
+
   @property
   def held_bytes(self) -> int:
     """The bytes of all versions and optimizer states on the host, in memory and in files."""
@@ -381,9 +428,11 @@ class Engine:
     return self._shelf.names
 
   def bytes_of(self, name: str) -> int:
-    """Return the size of the arrays of a version in bytes; or of an optimizer state, if that has all arrays."""
+    """Return the size of the arrays of a version, at most, in bytes; or of an optimizer state with all arrays."""
     factors = 4 * self._count
-    return factors if name == version_of(name) else 3 * factors + 4
+    if name != version_of(name):
+      return 3 * factors + 4
+    return max(factors, cartridge_bytes(self.settings, self._architecture))
 
   def drop(self, version: str) -> None:
     """Drop the arrays of a version from the host; its copies on the devices stay, and `restore` can bring it back."""
@@ -396,7 +445,14 @@ class Engine:
     """
     if kind == _AVERAGE and _has_average(state := self._state(version)):
       return self._tree(state, _AVERAGE)
-    return self._tree(self.arrays(version), _FACTORS)
+    return self._tree(self._learned(version), _FACTORS)
+
+  def _learned(self, version: str) -> Arrays:
+    """Return the arrays of a version that must be an adapter, as those that learn and teach are."""
+    arrays = self.arrays(version)
+    if KEYS in arrays:
+      raise UserError(f'{version} is a cartridge, which is only read by samples: name an adapter.')
+    return arrays
 
   def forget(self, version: str) -> None:
     """Erase a version from the host and the devices; a missing version is ignored.
@@ -404,7 +460,7 @@ class Engine:
     Raises:
       ValueError: a request still uses it.
     """
-    self._resident.release(lambda weights: weights.version == version)
+    self._resident.release(lambda weights: _reads(weights, version))
     for places, name in self._in_places(version):
       places.forget(name)
     for name in (version, optimizer_name(version)):
@@ -424,61 +480,99 @@ class Engine:
       return
     for name, other in names.items():
       self._shelf.rename(name, other)
-    self._resident.release(lambda weights: weights.version == version)
+    self._resident.release(lambda weights: _reads(weights, version))
     for (places, name), (_, other) in zip(self._in_places(version), self._in_places(new), strict=True):
       if name in places:
         places.rename(name, other)
 
   def _in_places(self, version: str) -> list[tuple[Places, Hashable]]:
     """Return the places that a version may have on the devices, each with its name there."""
-    own = [(self._snapshot_places, version), (self._slot_places, version)]
+    own = [(self._adapters.places, version), (self._slot_places, version)]
+    own += [(self._cartridges.places, name) for name in self._cartridges.places if version in name.versions]
     return own + [(self._teacher_places, (kind, version)) for kind in (_FACTORS, _AVERAGE)]
 
   # Sampling.
 
-  def served(self, version: str) -> int | None:
-    """Return how many samples a version has begun since it was loaded, 0 if it can be; None: all snapshots are used."""
-    places = self._snapshot_places
-    index = places.index(version)
-    if index is not None:
-      return self._served[index]
-    return None if places.full and version != BASE else 0
+  def served(self, version: str, cartridge: Composition | None = None) -> int | None:
+    """Return how many samples a version has begun since it was loaded, 0 if it can be; None: all its places are used.
+
+    With a cartridge, that holds for both: 0 if one of them must be loaded.
+    """
+    found = [self._adapters.served(version)] if version != BASE else []
+    found += [self._cartridges.served(cartridge)] if cartridge is not None else []
+    if None in found:
+      return None
+    return max(found) if found and all(found) else 0
 
   def submit(
-    self, version: str, prompt: Sequence[int], *, owner: str | None = None, **options: Unpack[SamplingOptions]
+    self,
+    version: str,
+    prompt: Sequence[int],
+    *,
+    cartridge: Composition | None = None,
+    owner: str | None = None,
+    **options: Unpack[SamplingOptions],
   ) -> Handle:
     """Queue a prompt to be sampled from a version, see `Resident.submit`.
 
     Args:
       version: the name of the version; `BASE`: the model without an adapter.
       prompt: token ids.
+      cartridge: cartridges that stand before the prompt; None: none do.
       owner: the owner of the prompt. Cached prefixes are shared only among prompts of the same owner. None: no prefix
         is read or cached.
       **options: `SamplingOptions` and other options of `Resident.submit`.
 
     Raises:
-      NoPlaceError: all snapshots are in use.
-      UserError: as `Resident.submit`, or there is no such version.
+      NoPlaceError: all snapshots, or all places for cartridges, are in use.
+      UserError: as `Resident.submit`, or there is no such version, or the cartridges have too many slots.
     """
     check_ids('The prompt', prompt, self._vocab_size)
-    if version == BASE:
-      return self._resident.submit(prompt, owner=owner, **options)
-    arrays = self.arrays(version)
-    place = self._snapshot_places.take(version)
+    adapter, read = NO_MEMBER, NO_MEMBER
+    used: list[tuple[_Sampled, Hashable]] = []
     try:
-      if not place.filled:
-        self._resident.release(lambda weights: weights.member == place.index)
-        self._snapshots.put(place.index, self._tree(arrays, _FACTORS))
-        self._served[place.index], self._loaded = 0, True
-      handle = self._resident.submit(prompt, weights=Weights(place.index, version), owner=owner, **options)
+      if version != BASE:
+        factors = self.factors(version)
+        adapter = self._adapters.take(version, lambda index: self._load('member', index, factors))
+        used.append((self._adapters, version))
+      if cartridge is not None:
+        slots = self._slots_of(cartridge)
+        read = self._cartridges.take(cartridge, lambda index: self._load('cartridge', index, slots))
+        used.append((self._cartridges, cartridge))
+      weights = Weights(adapter, version, read, cartridge)
+      handle = self._resident.submit(prompt, weights=weights, owner=owner, **options)
     except BaseException:
-      self._snapshot_places.let_go(version)
-      if not place.filled:
-        self._snapshot_places.forget(version)
+      for kind, name in used:
+        kind.places.let_go(name)
       raise
-    self._sampling.append((handle, version))
-    self._served[place.index] += handle.left
+    self._sampling.append((handle, used))
+    for kind, name in used:
+      kind.begun[kind.places.index(name)] += handle.left
     return handle
+
+  def _load(self, kind: Literal['member', 'cartridge'], index: int, own: Tree) -> None:
+    """Copy a version to a place of the pool to sample from; `kind` is the field of `Weights` that names the place."""
+    self._resident.release(lambda weights: getattr(weights, kind) == index)
+    self._snapshots.put(index, own)
+    self._loaded = True
+
+  def _slots_of(self, cartridge: Composition) -> Tree:
+    """Return cartridges, composed, as the pool takes them."""
+    if self._bank is None:
+      raise UserError('This service serves no cartridges: set serve.cartridges.')
+    windows, parts = self._bank.within_windows, []
+    for version in cartridge.versions:
+      arrays = self.arrays(version)
+      if KEYS not in arrays:
+        raise UserError(f'{version} is an adapter, not a cartridge.')
+      parts.append(Cartridge(arrays[KEYS], arrays[VALUES], 0, windows))
+    whole = composition.composed(parts, cartridge.positions, self._architecture, ', '.join(cartridge.versions))
+    if whole.slots > self._bank.member_slots:
+      raise UserError(
+        f'{len(parts)} cartridges with {whole.slots} slots are more than serve.cartridge_slots='
+        f'{self._bank.member_slots}: name fewer.'
+      )
+    return lora_pool.cartridge(self._bank, whole.keys, whole.values)
 
   def cancel(self, handle: Handle) -> None:
     """Cancel a sampling request; it ends with the next `turn`."""
@@ -499,10 +593,11 @@ class Engine:
     self._let_go()
 
   def _let_go(self) -> None:
-    for handle, version in self._sampling:
+    for handle, used in self._sampling:
       if handle.done:
-        self._snapshot_places.let_go(version)
-    self._sampling = [(handle, version) for handle, version in self._sampling if not handle.done]
+        for kind, name in used:
+          kind.places.let_go(name)
+    self._sampling = [(handle, used) for handle, used in self._sampling if not handle.done]
 
   def end(self, error: BaseException) -> None:
     """End sampling for good; every request in progress raises this error."""
@@ -669,7 +764,7 @@ class Engine:
       raise UserError('The model without an adapter cannot learn: name a version.')
     if version in taken:
       raise UserError(f'{version} cannot learn from two feedbacks at once: send one after the other.')
-    arrays = self.arrays(version)
+    arrays = self._learned(version)
     place = self._slot_places.take(version)
     taken.append(version)
     if self._slots is None:
@@ -773,14 +868,35 @@ def _has_average(arrays: Arrays) -> bool:
   return any(name.startswith(f'{_AVERAGE}/') for name in arrays)
 
 
-def memory_for(settings: EngineSettings, count: int) -> int:
+def cartridge_bytes(settings: EngineSettings, sizes: Architecture) -> int:
+  """Return the bytes of the largest cartridge on the host; 0 if none are served."""
+  return bool(settings.cartridges) * 2 * 4 * sizes.layers * sizes.kv_heads * settings.cartridge_slots * sizes.head_dim
+
+
+def memory_for(settings: EngineSettings, count: int, sizes: Architecture) -> int:
   """Return the bytes of host memory for versions of `count` factors: twice as many as have places on the devices.
 
   The second half is for the versions that learning makes, whose optimizer state is included. The result is at least
   1 GiB.
   """
   places = settings.snapshots + settings.teachers + settings.slots
-  return max(2**30, 2 * 4 * count * (places + 3 * settings.slots))
+  factors = 4 * count * (places + 3 * settings.slots)
+  return max(2**30, 2 * (factors + settings.cartridges * cartridge_bytes(settings, sizes)))
+
+
+def bank_of(policy: DecoderPolicy, settings: EngineSettings) -> KVPrefix | None:
+  """Return the bank of cartridges to sample with; None: there is none."""
+  if not settings.cartridges:
+    return None
+  mesh = policy.backend.mesh
+  return KVPrefix(
+    0,
+    0,
+    within_windows=settings.cartridge_window == 'windowed',
+    members=settings.cartridges,
+    member_slots=settings.cartridge_slots,
+    rows_alike=math.gcd(settings.rows // (1 if mesh is None else mesh.shape[FSDP]), _ALIKE),
+  )
 
 
 def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
@@ -804,35 +920,74 @@ def pooled_policies(
     product = lora_pool.choose_product(settings.product, policy.backend.mesh, decoding=decoding)
     return dataclasses.replace(policy, adapter=LoraPool(policy.adapter, members, product))
 
-  return pooled(settings.snapshots, True), pooled(settings.teachers, False), pooled(settings.slots, False)
+  sampled = pooled(settings.snapshots, True)
+  sampled = dataclasses.replace(
+    sampled, adapter=dataclasses.replace(sampled.adapter, cartridges=bank_of(policy, settings))
+  )
+  return sampled, pooled(settings.teachers, False), pooled(settings.slots, False)
 
 
-def pool_functions(policy: DecoderPolicy) -> dict[str, Callable[..., Any]]:
+def pool_functions(sampled: DecoderPolicy, trained: DecoderPolicy) -> dict[str, Callable[..., Any]]:
   """Return the jitted functions that copy versions into pools and slots, and back from a slot.
 
   Args:
-    policy: the policy with the pool of the training slots.
+    sampled: the policy with the pool to sample from.
+    trained: the policy with the pool of the training slots.
   """
-  mesh, table = mesh_of(policy), policy.parameter_table()
+  mesh, table = mesh_of(trained), trained.parameter_table()
   pool_lies = mesh and lora_pool.shardings(table, mesh)
+  sampled_lie = mesh and lora_pool.shardings(sampled.parameter_table(), mesh)
   slots_lie = mesh and training_pool.shardings(table, mesh)
   return {
-    'with_member': jax.jit(lora_pool.with_member, donate_argnums=0, out_shardings=pool_lies),
+    'put_snapshot': jax.jit(lora_pool.with_member, donate_argnums=0, out_shardings=sampled_lie),
+    'put_teacher': jax.jit(lora_pool.with_member, donate_argnums=0, out_shardings=pool_lies),
     'put_slot': jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie),
     'get_slot': jax.jit(training_pool.slot_of),
   }
 
 
+def _reads(weights: Weights, version: str) -> bool:
+  """Return whether samples with these weights read a version, as adapter or as cartridge."""
+  return weights.version == version or (weights.slots is not None and version in weights.slots.versions)
+
+
+class _Sampled:
+  """The versions of one kind to sample from: their places in the pool, and how much each has been used."""
+
+  def __init__(self, count: int):
+    self.places, self.begun = Places(count), [0] * count  # By place: the samples begun since it got its version.
+
+  def served(self, name: Hashable) -> int | None:
+    """Return the samples that a version has begun since it got its place, 0 if it can get one; None: it cannot."""
+    index = self.places.index(name)
+    if index is not None:
+      return self.begun[index]
+    return None if self.places.full else 0
+
+  def take(self, name: Hashable, load: Callable[[int], None]) -> int:
+    """Return the place of a version for one use, after `load` has filled it unless it was."""
+    place = self.places.take(name)
+    if not place.filled:
+      try:
+        load(place.index)
+      except BaseException:
+        self.places.let_go(name)
+        self.places.forget(name)
+        raise
+      self.begun[place.index] = 0
+    return place.index
+
+
 class _Pool:
-  """The factors of several versions on the devices; one version is replaced at a time."""
+  """The factors of several versions on the devices, and cartridges; one version is replaced at a time."""
 
   def __init__(self, policy: DecoderPolicy, dtype: str, with_member: Callable[..., Tree]):
     self.factors: Tree = lora_pool.empty(policy.parameter_table(), policy.backend.mesh, dtype)
     self._with_member = with_member
 
-  def put(self, index: int, factors: Tree) -> None:
-    """Put factors into a place that nothing uses."""
-    self.factors = self._with_member(self.factors, np.int32(index), factors)
+  def put(self, index: int, own: Tree) -> None:
+    """Put factors, or a cartridge, into a place that nothing uses."""
+    self.factors = self._with_member(self.factors, np.int32(index), own)
 
 
 def _behind(ids: np.ndarray, more: int) -> np.ndarray:

@@ -5,7 +5,8 @@ For the buckets P, Q and T of prompts, teachers' prompts and completions: the re
 `support/T` (inputs of the losses from these states), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums to
 report), `log probs/T` (after the last step), `scores/T` and `ids/T` (for requests for scores). For the score buckets S:
 `text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). If another model can teach, `model/Q×T` and
-`model scores/T`. And `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
+`model scores/T`. And `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`, and with a bank of
+cartridges `put cartridge`.
 """
 
 from __future__ import annotations
@@ -78,14 +79,14 @@ def engine_programs(
   return (
     found
     | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh, model)
-    | _of_pools(policy, trained, snapshots, teachers, slots, mesh)
+    | _of_pools(policy, (sampled, trained), snapshots, teachers, slots, mesh)
   )
 
 
 def _abstract_pool(policy: DecoderPolicy, dtype: str) -> Tree:
   table = policy.parameter_table()
   return jax.tree.map(
-    lambda place, row: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place),
+    lambda place, row: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype if row.compute else row.dtype), sharding=place),
     lora_pool.shardings(table, policy.backend.mesh),
     parameters.map_table(lambda row: row, parameters.trainable(table)),
   )
@@ -225,7 +226,7 @@ def _of_learning(
 
 def _of_pools(
   policy: DecoderPolicy,
-  trained: DecoderPolicy,
+  pooled: tuple[DecoderPolicy, DecoderPolicy],
   snapshots: Tree,
   teachers: Tree,
   slots: Tree,
@@ -237,14 +238,22 @@ def _of_pools(
   )
   count, index = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
   version, state = SlotState(own, optax.ScaleByAdamState(count, own, own)), _abstract_slots(slots, mesh)
-  functions, parts = pool_functions(trained), _slot_parts(state)
-  put, put_slot, get_slot = (functions[name] for name in ('with_member', 'put_slot', 'get_slot'))
-  return {
+  functions, parts = pool_functions(*pooled), _slot_parts(state)
+  put, put_teacher, put_slot, get_slot = functions.values()
+  found = {
     'put snapshot': Program('put snapshot', put, (snapshots, index, own), holds=('snapshots', 'batch', 'batch')),
-    'put teacher': Program('put teacher', put, (teachers, index, own), holds=('teachers', 'batch', 'batch')),
+    'put teacher': Program('put teacher', put_teacher, (teachers, index, own), holds=('teachers', 'batch', 'batch')),
     'put slot': Program('put slot', put_slot, (state, index, version), holds=(parts, 'batch', 'batch')),
     'get slot': Program('get slot', get_slot, (state, index), holds=(parts, 'batch')),
   }
+  bank = pooled[0].adapter.cartridges
+  if bank is not None:
+    rows = [row for row in bank.rows(policy.base_policy().parameter_table(), policy.dtype)]
+    slots = parameters.map_table(lambda row: jax.ShapeDtypeStruct((row.layers, *row.shape[2:]), jnp.float32), rows)
+    found['put cartridge'] = Program(
+      'put cartridge', put, (snapshots, index, slots), holds=('snapshots', 'batch', 'batch')
+    )
+  return found
 
 
 def _abstract_slots(slots: Tree, mesh: jax.sharding.Mesh) -> SlotState:

@@ -18,6 +18,7 @@ from sdpo_jax.rollout.resident import Handle as Drawing
 from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
+from sdpo_jax.serving.records import Composition
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +52,7 @@ class SampleJob(Job):
   """A request for samples of one prompt; any thread may iterate over them, even before sampling has begun."""
 
   version: str
+  cartridge: Composition | None = None
   prompt: Sequence[int]
   options: Mapping[str, Any]
   cancelled: bool = False

@@ -229,7 +229,7 @@ def _summary(
   adapter = parameter_tables.count(parameter_tables.trainable(table))
   version, state, store = 4 * adapter, 4 * _MOMENTS * adapter, config.serve.store
   if settings.memory_bytes is None:  # Assume a host with enough memory.
-    settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, adapter))
+    settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, adapter, policy.config))
   # A version stays in its slot after the step that made it; as a teacher it is sent again. After each step its factors
   # and both moments are fetched.
   sent, fetched = version / HOST_LINK, (version + state) / HOST_LINK
@@ -288,12 +288,13 @@ def _summary(
 def text(plan: EnginePlan) -> str:
   """Return the plan as a report in plain text."""
   settings, mesh = plan.settings, ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
+  cartridges = f' with {settings.cartridges} cartridges of {settings.cartridge_slots} slots' * bool(settings.cartridges)
   parts = [
     f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on '
     f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
     plan_text.memory(plan.programs, plan.hbm_limit_gib),
-    f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
-    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer '
+    f'On the devices at once: {settings.snapshots} versions to sample from{cartridges}, {settings.teachers} to score '
+    f'with and {settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer '
     f'state {1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds '
     f'{plan.versions_in_memory} of both, and the others are in storage.',
   ]

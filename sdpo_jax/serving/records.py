@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from sdpo_jax.errors import short_repr
+from sdpo_jax.models.adapters.composition import Positions
 from sdpo_jax.serving.errors import InvalidRequest, NotFound
 
 BASE = ''  # The version name that stands for the model without an adapter.
@@ -19,6 +20,7 @@ TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
+KEYS, VALUES = 'keys', 'values'  # The arrays of a version that is a cartridge, [L, KV, P, head_dim].
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.
 _PLACE = re.compile(r'(\d+\.\d+)~([a-z]+-[0-9a-f]+)')
@@ -130,6 +132,14 @@ class VersionTarget:
   def lora_uri(self) -> str | None:
     """The URI of the version; None for the model without an adapter."""
     return None if self.adapter is None else lora_uri(self.adapter.id, self.number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+  """The cartridges that a request reads as one, see `models.adapters.composition`."""
+
+  versions: tuple[str, ...]  # Their names in the engine.
+  positions: Positions = 'overlap'
 
 
 def engine_name(adapter: str, number: int) -> str:

@@ -213,6 +213,14 @@ def _engine_maker(
 def check_positions(sizes: EngineSettings, positions: int | None) -> None:
   """Raise UserError if the buckets of an engine allow longer texts than the model has positions for."""
   longest = max(sizes.prompt_buckets[-1], sizes.teacher_buckets[-1]) + sizes.response_buckets[-1]
+  if positions is not None and sizes.cartridges:
+    behind = sizes.cartridge_slots + sizes.prompt_buckets[-1] + sizes.response_buckets[-1]
+    if behind > positions:
+      raise UserError(
+        f'serve: a completion behind serve.cartridge_slots={sizes.cartridge_slots} and the longest prompt needs '
+        f'{behind} positions, and the model has {positions} (max_position_embeddings): lower serve.cartridge_slots or '
+        'the buckets.'
+      )
   if positions is not None and longest > positions:
     raise UserError(
       f'serve: a prompt of {longest - sizes.response_buckets[-1]} tokens with a completion of '

@@ -7,7 +7,7 @@ places; `Places` keeps track of which version has which place, and evicts the le
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 import contextlib
 import dataclasses
 import hashlib
@@ -189,6 +189,9 @@ class Places:
 
   def __contains__(self, version: Hashable) -> bool:
     return version in self._index
+
+  def __iter__(self) -> Iterator[Hashable]:
+    return iter(self._index)
 
   def index(self, version: Hashable) -> int | None:
     """Return the index of a version in the pool; None: it has no place."""

@@ -37,7 +37,7 @@ from sdpo_jax.serving.jobs import (
   score_batch,
   tokens_scored,
 )
-from sdpo_jax.serving.records import BASE, TEACHING_VERSION, optimizer_name, version_of
+from sdpo_jax.serving.records import BASE, TEACHING_VERSION, Composition, optimizer_name, version_of
 from sdpo_jax.serving.shelf import Arrays, NoPlaceError
 
 Future = concurrent.futures.Future
@@ -159,6 +159,7 @@ class Worker:
     version: str,
     prompt: Sequence[int],
     *,
+    cartridge: Composition | None = None,
     deadline: float | None = None,
     payer: Payer = SERVICE,
     **options: Any,
@@ -168,6 +169,7 @@ class Worker:
     Args:
       version: the name of the version in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
+      cartridge: cartridges that stand before the prompt; None: none do.
       deadline: a time on the worker's clock, at which unfinished samples are cancelled; None: no limit.
       payer: on whose account; payers take turns.
       **options: options of `Engine.submit`: the owner, stop strings and tokens, whether the job yields drafts, too, and
@@ -177,8 +179,9 @@ class Worker:
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
-    needs = frozenset({version} - {BASE})
-    job = SampleJob(needs, deadline, payer, version=version, prompt=list(prompt), options={'step': 0, **options})
+    needs = frozenset({version, *(cartridge.versions if cartridge is not None else ())} - {BASE})
+    options = {'step': 0, **options}
+    job = SampleJob(needs, deadline, payer, version=version, cartridge=cartridge, prompt=list(prompt), options=options)
     self._queue(job)
     return job
 
@@ -450,14 +453,14 @@ class Worker:
       # Samples that would wait long for rows must not hold places for versions meanwhile, which others may need.
       if not isinstance(job, SampleJob) or ahead[job.payer] >= 2 * rows:
         continue
-      served = engine.served(job.version)
+      served = engine.served(job.version, job.cartridge)
       # A version is loaded when rows would soon be empty, since loading several at once costs little more than one.
       busy = ahead[job.payer] >= 5 * rows // 4
       if served is None or (waits and served >= share) or (busy and job.needs and not served):
         waits = True
         continue
       try:
-        drawing = engine.submit(job.version, job.prompt, payer=job.payer, **job.options)
+        drawing = engine.submit(job.version, job.prompt, cartridge=job.cartridge, payer=job.payer, **job.options)
       except Exception as error:
         self._refuse(engine, job, error)
       else:
@@ -568,7 +571,7 @@ class Worker:
   def _forget(self, engine: Engine, job: ForgetJob) -> bool:
     """Erase a version if nothing uses it; return whether the job is done."""
     names = {job.version, optimizer_name(job.version)}
-    if names & self._loading.keys() or any(job.version == other.version for other in self._drawing):
+    if names & self._loading.keys() or any(job.version in other.needs for other in self._drawing):
       return False
     try:
       engine.forget(job.version)

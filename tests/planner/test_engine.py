@@ -42,9 +42,11 @@ CALLED = {
   'log_probs': 'log probs',
   'put_slot': 'put slot',
   'get_slot': 'get slot',
+  'put_snapshot': 'put snapshot',
+  'put_teacher': 'put teacher',
 }
 # Kinds → those of the functions that they share with others.
-PUT = {'put snapshot': 'with_member', 'put teacher': 'with_member', 'empty kept': 'empty', 'keep': 'admit'}
+PUT = {'put cartridge': 'put snapshot', 'empty kept': 'empty', 'keep': 'admit'}
 SAMPLING = (
   'prepare',
   'prepare_base',
@@ -66,6 +68,7 @@ def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
   assert engine_settings(config) == EngineSettings(**lengths)
   others = dict(rows=3, training_rows=5, snapshots=6, teachers=7, slots=9, topk=11, decode_chunk=13, stop_ids=15)
   others |= dict(kept_prefixes=17, logits_chunk_size=19, product='masked', union_support=True)
+  others |= dict(cartridges=21, cartridge_slots=23, cartridge_window='windowed')
   for name, value in others.items():
     setattr(config.serve, name, value)
   config.serve.memory_mb = 2
@@ -77,7 +80,7 @@ def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
 @pytest.mark.parametrize('shape, taught', [((1, 1), True), pytest.param((4, 2), False, marks=pytest.mark.slow)])
 def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, monkeypatch, shape, taught):
   """With another model that teaches and the union of supports, and without."""
-  config = settings(response_buckets=(8,), union_support=taught)
+  config = settings(response_buckets=(8,), union_support=taught, cartridges=2, cartridge_slots=8)
   mesh = make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   policy = huggingface.describe(SIZES, config.model).on(mesh)
   keep, called = KeptPrograms.keep, set()
@@ -186,6 +189,8 @@ def test_a_feedback_is_what_is_done_for_it(monkeypatch):
   text = pricing.text(plan)
   assert plan.cost_per_1000_feedbacks is None and 'chip-hour' not in text
   assert '3 versions to sample from, 5 to score with and 2 in training' in text
+  more = pricing.text(planned(monkeypatch, settings(cartridges=2, cartridge_slots=8)))
+  assert '3 versions to sample from with 2 cartridges of 8 slots, 5' in more
 
 
 def test_what_feedbacks_cost_is_said_where_a_price_is(monkeypatch):

@@ -10,7 +10,7 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, UpdateOptions
 from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
-from sdpo_jax.serving.records import optimizer_name
+from sdpo_jax.serving.records import KEYS, VALUES, optimizer_name
 from tests.letters import CONFIG, TOKENIZER
 
 SETTINGS = EngineSettings(
@@ -42,6 +42,13 @@ def random_factors(policy, seed):
   return parameters.map_table(
     lambda row: np.float32(0.3 * draw.standard_normal(row.shape)), parameters.trainable(policy.parameter_table())
   )
+
+
+def cartridge(slots, seed, **changes):
+  """Return the arrays of a random cartridge of the model."""
+  draw, sizes = np.random.default_rng(seed), CONFIG | changes
+  shape = sizes['num_hidden_layers'], sizes['num_key_value_heads'], slots, sizes['head_dim']
+  return {name: np.float32(0.5 * draw.standard_normal(shape)) for name in (KEYS, VALUES)}
 
 
 def start(model, folder, adapters=ADAPTERS, **changes):

@@ -25,11 +25,11 @@ from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.serving import program_folder
 from sdpo_jax.serving.engine import Engine, Feedback
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder
-from sdpo_jax.serving.records import BASE
+from sdpo_jax.serving.records import BASE, Composition
 from tests import tiers
 from tests.compiling import without_cache
 from tests.letters import CONFIG, TOKENIZER
-from tests.serving.engines import SETTINGS, make_model, random_factors
+from tests.serving.engines import SETTINGS, cartridge, make_model, random_factors
 
 LENGTHS = dataclasses.replace(
   SETTINGS, prompt_buckets=(4, 8), teacher_buckets=(6, 16), response_buckets=(4, 8), score_buckets=(12, 24)
@@ -58,6 +58,14 @@ def every_request(engine, policy, models=()):
       while engine.turn():
         pass
       found += [done.tokens for done in handle.result()]
+    if settings.cartridges:
+      engine.restore(f'note {width}@0', cartridge(3, width))
+      for version, own in (('put@0', None), ('put@0', f'note {width}@0'), (BASE, f'note {width}@0')):
+        read = own and Composition((own,))
+        handle = engine.submit(version, [3] * width, cartridge=read, n=1, seed=2, step=0, max_tokens=4)
+        while engine.turn():
+          pass
+        found += [handle.result()[0].tokens]
   for length in settings.score_buckets:
     for version in ('put@0', BASE):
       for scored in engine.score(version, [([3], [4] * length)] * 3, ids=[np.ones((length, 11), np.int32)] * 3):
@@ -87,7 +95,7 @@ def every_request(engine, policy, models=()):
 @pytest.mark.parametrize(
   'settings',
   [
-    dataclasses.replace(SETTINGS, score_buckets=(16,), kept_prefixes=3),
+    dataclasses.replace(SETTINGS, score_buckets=(16,), kept_prefixes=3, cartridges=2, cartridge_slots=4),
     pytest.param(LENGTHS, marks=pytest.mark.slow),
   ],
 )
@@ -312,7 +320,8 @@ def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
 
 @pytest.mark.parametrize('fsdp, tensor', tiers.cases([(2, 1), (4, 2)], slow=[(4, 2)]))
 def test_an_engine_on_a_mesh_does_what_one_device_does(model, tmp_path, fsdp, tensor):
-  settings = dataclasses.replace(SETTINGS, training_rows=fsdp * tensor, rows=2 * fsdp)
+  more = dict(cartridges=2, cartridge_slots=4)
+  settings = dataclasses.replace(SETTINGS, training_rows=fsdp * tensor, rows=2 * fsdp, **more)
   divided, whole = (
     make_engine(each, tmp_path / str(number), settings)
     for number, each in enumerate((on_mesh(*model, fsdp, tensor), model))

@@ -103,7 +103,8 @@ class Stand:
     for name in (version, optimizer_name(version)):
       self.versions.pop(name, None)
 
-  def served(self, version):
+  def served(self, version, cartridge=None):
+    del cartridge
     if version == BASE or self.places[version]:
       return self.begun[version]
     self.begun[version] = 0
