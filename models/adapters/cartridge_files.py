@@ -41,15 +41,15 @@ class Origin:
   weights: Mapping[str, str]  # Result of `identity.of_weights`.
 
   @classmethod
-  def of(cls, path: str | os.PathLike, config: Architecture) -> Origin:
-    """Return the origin for a model directory or hub name."""
+  def of(cls, path: str | os.PathLike, config: Architecture, weights: Mapping[str, str] | None = None) -> Origin:
+    """Return the origin for a model directory or hub name; `weights` as in `Origin`, None: they are read."""
     attention = {
       'ropes': [dataclasses.asdict(rope) for rope in config.ropes],
       'layer_ropes': config.layer_ropes,
       'windows': config.windows,
       'query_scale': config.query_scale,
     }
-    return cls(str(path), jsonable(attention), identity.of_weights(path))
+    return cls(str(path), jsonable(attention), identity.of_weights(path) if weights is None else weights)
 
 
 @dataclasses.dataclass(frozen=True)

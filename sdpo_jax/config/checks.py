@@ -535,6 +535,8 @@ def _check_serve(config: schema.Sections) -> None:
     not odd, f'serve.http.allowed_origins holds {odd}: write them as browsers do, https://HOST or http://HOST:PORT.'
   )
   _require(bool(store.root), 'serve.store.root is empty: name a folder, s3://… or gs://….')
+  odd = [place for place in serve.cartridge_sources if not re.match(r'[/~]|\w+://[^/]|hub$', place)]
+  _require(not odd, f"serve.cartridge_sources holds {odd}: name whole paths of folders, s3://…, gs://… or 'hub'.")
   _require(
     store.database != '', 'serve.store.database is empty: name a file, or leave it at None for one in serve.store.root.'
   )

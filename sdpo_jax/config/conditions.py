@@ -134,7 +134,7 @@ REFUSED: Table = (
   ),
   (_set('optimizer.lr_scheduler_type', 'cosine', 'linear'), 'optimizer.lr_decay_steps optimizer.min_lr_ratio'),
   (_set('serve.limits.tokens_per_minute'), 'serve.limits.burst_tokens'),
-  (_set('serve.cartridges'), 'serve.cartridge_slots serve.cartridge_window'),
+  (_set('serve.cartridges'), 'serve.cartridge_slots serve.cartridge_window serve.cartridge_sources'),
   (
     Condition(lambda v: (v[_DATABASE] or '').startswith('postgresql://'), ', without replicas: change that', _DATABASE),
     'serve.http.url',

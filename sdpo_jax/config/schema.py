@@ -945,6 +945,11 @@ class ServeConfig:
     'What layers with a sliding window see of cartridges, see model.cartridge.sliding_window, which the runs that made '
     'them must share.',
   )
+  cartridge_sources: tuple[str, ...] = setting(
+    (),
+    "Folders, s3://… and gs://… from which requests may have cartridges read, and 'hub' for all names on the hub. "
+    'Empty: cartridges are only uploaded.',
+  )
   teachers: int = setting(8, 'Number of adapter versions on the devices at once for scoring.', VERSIONS)
   slots: int = setting(8, 'Number of adapter versions on the devices at once for training.', VERSIONS)
   topk: int = setting(

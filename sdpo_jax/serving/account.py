@@ -18,10 +18,17 @@ from sdpo_jax.config.privacy import public_place
 from sdpo_jax.errors import short_repr
 from sdpo_jax.files import as_json
 from sdpo_jax.learning.scoring import Scored
-from sdpo_jax.models.adapters import peft_config, peft_files
+from sdpo_jax.models.adapters import composition, peft_config
 from sdpo_jax.reporting import model_card
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.serving import adapter_settings, differences, records, request_prompts, score_pieces
+from sdpo_jax.serving import (
+  adapter_settings,
+  cartridge_transfer,
+  differences,
+  records,
+  request_prompts,
+  score_pieces,
+)
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, NotFound, VersionConflict
 from sdpo_jax.serving.jobs import tokens_scored
@@ -92,9 +99,10 @@ class Account:
     base_model: str | None = None,
     rank: int | None = None,
     alpha: float | None = None,
+    source: str | None = None,
     request: IdempotentRequest | None = None,
   ) -> tuple[AdapterRecord, Version]:
-    """Create an adapter that does not change the model yet.
+    """Create an adapter that does not change the model yet, or one with a cartridge that is read from a source.
 
     Args:
       name: a name that no other adapter of the owner has.
@@ -103,14 +111,20 @@ class Account:
       base_model: the model that the client expects; None: any.
       rank: the rank that the client expects; None: any.
       alpha: the LoRA alpha that the client expects; None: any.
+      source: see `cartridge_transfer.fetched`; None: there is none.
       request: the idempotency record of the request; None: it has no Idempotency-Key.
 
     Raises:
       InvalidRequest: the name or a setting is not allowed, or another model, rank or alpha is served.
       NameTaken: the owner has an adapter of that name.
-      Forbidden: the owner has as many adapters as the limit allows.
+      Forbidden: the owner has as many adapters as the limit allows, or the source is not allowed.
     """
     self._check_served(base_model, rank, alpha)
+    if source is not None:
+      records.check_name(name, self.service.model_name)
+      with self.service.reading.of(self.call):
+        arrays = cartridge_transfer.fetched(source, self.service.config, self.service.served)
+      return self._create(name, settings, arrays, 'import', {'source': source}, request)
     seed = secrets.randbits(32) if seed is None else seed % 2**32
     return self._create(name, settings, None, 'create', {}, request, seed)
 
@@ -125,7 +139,8 @@ class Account:
     seed: int | None = None,
   ) -> tuple[AdapterRecord, Version]:
     store, limit = self.service.store, self.service.settings.limits.max_adapters_per_owner
-    checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of)
+    is_cartridge = arrays is not None and records.KEYS in arrays
+    checked = adapter_settings.checked(settings or {}, self.service.settings, self.service.prompt_of, is_cartridge)
     if checked.get('pinned_versions'):
       raise InvalidRequest('A new adapter has no versions to pin yet: pin one when it is there.', field='settings')
     records.check_name(name, self.service.model_name)
@@ -161,7 +176,9 @@ class Account:
     """Update settings of an adapter; those not given, and the version, stay the same."""
     with self.turn(id, expected) as adapter:
       service = self.service
-      changed = adapter_settings.checked({**adapter.settings, **settings}, service.settings, service.prompt_of)
+      changed = adapter_settings.checked(
+        {**adapter.settings, **settings}, service.settings, service.prompt_of, adapter.is_cartridge
+      )
       return service.store.change_settings(self.owner, id, adapter.head, changed, request=request)
 
   def fork(
@@ -204,6 +221,8 @@ class Account:
       the change `relative` to before; `largest`: those that changed most; `total`: all matrices taken as one;
       `versions`: the details of each version after the older of the two up to the newer one.
     """
+    if self.adapter(id).is_cartridge:
+      raise InvalidRequest('A cartridge has no matrices to compare: name an adapter.')
     before, after = self.version(id, a), self.version(id, b)
     served, store = self.service.served, self.service.store
     with self.service.reading.of(self.call):
@@ -256,33 +275,63 @@ class Account:
     self.service.events.add(id, 'committed', {'version': version.number, 'reason': 'undo'})
     return version
 
-  # PEFT files.
+  # Files.
 
-  def import_peft(
+  def import_files(
     self, name: str, files: Mapping[str, bytes], *, request: IdempotentRequest | None = None
   ) -> tuple[AdapterRecord, Version]:
-    """Create an adapter from files in PEFT's format; its optimizer starts from zero moments.
+    """Create an adapter from files in PEFT's format, whose optimizer starts from zero moments, or a cartridge.
 
     Args:
       name: as in `create`.
-      files: the contents of the files by name, see `peft_transfer.Served.factors`.
+      files: the contents of the files by name, see `peft_transfer.Served.factors` and `cartridge_transfer.arrays_of`.
       request: as in `create`.
 
     Raises:
-      InvalidRequest: as `create`, or the files do not hold an adapter of the served shape.
+      InvalidRequest: as `create`, or the files do not hold an adapter of the served shape, or a cartridge of the model.
       TooLarge: the files are larger than such an adapter can be.
       Forbidden: as `create`.
     """
     records.check_name(name, self.service.model_name)
-    with self.service.reading.of(self.call):
-      factors = self.service.served.factors(files)
-    arrays = {f'factors/{row}': value for row, value in factors.items()}
-    digest = hashlib.sha256(files[peft_files.WEIGHTS]).hexdigest()
+    arrays, digest = self._read(files)
     return self._create(name, None, arrays, 'import', {'sha256': digest}, request)
 
-  def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
-    """Return the contents of the files of a version (None: the newest) by name: PEFT's, and a model card."""
+  def push(
+    self, id: str, expected: int | None, files: Mapping[str, bytes], *, request: IdempotentRequest | None = None
+  ) -> Version:
+    """Make the next version of an adapter or a cartridge from files; arguments and errors as in `import_files`."""
+    self.adapter(id)
+    arrays, digest = self._read(files)
+    with self.turn(id, expected) as adapter:
+      if adapter.is_cartridge != (records.KEYS in arrays):
+        own, other = ('a cartridge', 'an adapter') if adapter.is_cartridge else ('an adapter', 'a cartridge')
+        raise InvalidRequest(f'{adapter.name} is {own}, and these are the files of {other}.', field='files')
+      with self.service.commits.of(self.call):
+        version = self.service.store.commit(
+          self.owner, id, adapter.head, arrays, reason='import', details={'sha256': digest}, request=request
+        )
+    self.service.events.add(id, 'committed', {'version': version.number, 'reason': 'import'})
+    return version
+
+  def _read(self, files: Mapping[str, bytes]) -> tuple[Mapping[str, np.ndarray], str]:
+    """Return the arrays of uploaded files, and the digest of the file with most of them."""
+    with self.service.reading.of(self.call):
+      if cartridge_transfer.is_cartridge(files):
+        arrays = cartridge_transfer.arrays_of(files, self.service.config, self.service.served)
+      else:
+        arrays = {f'factors/{row}': value for row, value in self.service.served.factors(files).items()}
+      return arrays, hashlib.sha256(max(files.values(), key=len)).hexdigest()
+
+  def export_files(self, id: str, number: int | None = None, form: str = 'sdpo_jax') -> dict[str, bytes]:
+    """Return the contents of the files of a version (None: the newest) by name.
+
+    Those of an adapter are PEFT's, and a model card; those of a cartridge have our format or, if `form` is 'published',
+    the published one.
+    """
     adapter, version, service = self.adapter(id), self.version(id, number), self.service
+    if adapter.is_cartridge:
+      with service.reading.of(self.call):
+        return cartridge_transfer.files_of(service.store.arrays(version), form, service.config, service.served)
     card = model_card.text_of_adapter(adapter.name, version.number, service.served.described(), service.config)
     with service.reading.of(self.call):
       files = service.store.peft_files(version)
@@ -292,16 +341,39 @@ class Account:
 
   # Sampling and scoring.
 
-  def resolve(self, model: str) -> VersionTarget:
-    """Find the version that a request names as its model.
+  def resolve(
+    self, model: str, cartridges: Sequence[str] = (), positions: composition.Positions = 'overlap'
+  ) -> VersionTarget:
+    """Find the version and the cartridges that a request names as its model: MODEL[#CARTRIDGE[+CARTRIDGE…]].
 
     Args:
-      model: 'base' or the name of the model; the id or the name of an adapter, optionally with @ and a version number;
-        or the URI of a version. It is only looked up in the store: no file is opened and no URI is fetched.
+      model: MODEL is 'base' or the name of the model; or the id or the name of an adapter, optionally with @ and a
+        version number, or the URI of a version, also after 'base+'. A CARTRIDGE is named like an adapter, and may stand
+        alone. All are only looked up in the store: no file is opened and no URI is fetched.
+      cartridges: further cartridges.
+      positions: the positions of the slots of several.
 
     Raises:
       NotFound: there is no such model, adapter or version.
+      InvalidRequest: an adapter is named where a cartridge must be.
     """
+    if not isinstance(model, str):
+      raise records.unknown(model)
+    name, sign, read = (model, '', '') if model == self.service.model_name else model.partition('#')
+    own, wanted = (
+      self._named(name.removeprefix(f'{records.BASE_NAME}+')),
+      [*(read.split('+') if sign else ()), *cartridges],
+    )
+    others = [self._named(each) for each in wanted]
+    for each, other in zip(wanted, others, strict=True):
+      if other.adapter is None or not other.adapter.is_cartridge:
+        raise InvalidRequest(f'{short_repr(each)} is no cartridge: what is none stands before the #.', field='model')
+    if own.adapter is not None and own.adapter.is_cartridge:
+      own, others = VersionTarget(None, None), [own, *others]
+    return dataclasses.replace(own, cartridges=tuple(others), positions=positions)
+
+  def _named(self, model: str) -> VersionTarget:
+    """Return the version that one name stands for, which may be a cartridge."""
     if model in (records.BASE_NAME, self.service.model_name):
       return VersionTarget(None, None)
     reference = records.parse(model)
@@ -350,6 +422,7 @@ class Account:
       drafts: whether to yield drafts, too.
       messages: the conversation that the prompt was rendered from; None: it was a text or tokens.
       store: whether to keep the samples and, on the devices, their keys and values; if not, samples have an empty id.
+        Samples behind cartridges have one in any case: nothing learns with a cartridge before its prompts.
 
     Raises:
       InvalidRequest: an option is not allowed.
@@ -364,6 +437,7 @@ class Account:
       job = service.worker.sample(
         target.engine_name,
         prompt_tokens,
+        cartridge=target.composition,
         **self.call.work,
         owner=self.owner if store else None,
         drafts=drafts,
@@ -372,6 +446,7 @@ class Account:
         **vars(options),
       )
     self.call.closing.callback(lambda: self.call.spend('sampled', job.drawn - n * options.max_tokens))
+    store = store and not target.cartridges
     conversation = [dict(message) for message in messages] if messages is not None else None
 
     def kept(done: Completion) -> SampleRecord:
@@ -423,10 +498,14 @@ class Account:
       ids: further tokens to score, [T, M] int32 for each row of T tokens; None: none.
 
     Raises:
-      InvalidRequest: a row is invalid, or M is not the same for all tokens of all rows.
+      InvalidRequest: a row is invalid, M is not the same for all tokens of all rows, or there is a cartridge.
       Busy: as `sample`.
       UserError: a row or topk is too large.
     """
+    if target.cartridges:
+      raise InvalidRequest(
+        'Given tokens are not scored behind a cartridge: name an adapter or the model.', field='model'
+      )
     for number, (prompt, tokens) in enumerate(rows):
       request_prompts.check_tokens(prompt, self.service.vocab_size, f'rows[{number}].prompt')
       request_prompts.check_tokens(tokens, self.service.vocab_size, f'rows[{number}].tokens')

@@ -11,30 +11,39 @@ from sdpo_jax.serving import request_prompts
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.feedback_request import check_teacher, teacher_settings
 from sdpo_jax.serving.guards import Guards
+from sdpo_jax.serving.records import CARTRIDGE
 from sdpo_jax.types import Messages
 
 FIELDS = ('teacher', 'guards', 'canary_prompts', 'pinned_versions')
 MOST_CANARIES = MOST_PINNED = 16
 
 
-def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
+def checked(
+  settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]], is_cartridge: bool = False
+) -> dict[str, Any]:
   """Validate settings, and return them as JSON in the stored form; absent or None values mean the service's defaults.
+
+  A cartridge keeps its `kind`, and has no settings but pinned versions.
 
   Args:
     settings: `teacher`, a kind or a mapping (`check_teacher`); `guards`, limits by name (`guards.Guards.of`);
       `canary_prompts`, texts or conversations; `pinned_versions`, numbers of versions that retention keeps.
     serve: the settings of the service.
     prompt_of: `ServiceState.prompt_of`, which tokenizes prompts.
+    is_cartridge: whether they are those of a cartridge.
 
   Raises:
     InvalidRequest: a setting is invalid; the error names the field.
   """
-  for field in settings:
-    if field not in FIELDS:
+  found: dict[str, Any] = {'kind': CARTRIDGE} if is_cartridge else {}
+  fields = FIELDS[-1:] if is_cartridge else FIELDS
+  for field, value in settings.items():
+    if field not in fields and found.get(field, None) != value:
       raise InvalidRequest(
-        f'Adapters have no setting {short_repr(field)}, only {", ".join(FIELDS)}.', field=f'settings.{field}'
+        f'{"Cartridges" if is_cartridge else "Adapters"} have no setting {short_repr(field)}, only '
+        f'{", ".join(fields)}.',
+        field=f'settings.{field}',
       )
-  found: dict[str, Any] = {}
   teacher, guards, canaries, pinned = (settings.get(field) for field in FIELDS)
   if teacher is not None:
     teacher = teacher_settings(teacher)

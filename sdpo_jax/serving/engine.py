@@ -50,6 +50,7 @@ from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
 from sdpo_jax.serving.records import (
   BASE,
+  FROZEN,
   KEYS,
   TEACHING_MODEL,
   TEACHING_VERSION,
@@ -368,7 +369,9 @@ class Engine:
     if version_of(version) == BASE:
       raise UserError('A version needs a name; the empty name means the model without an adapter.')
     if arrays.keys() & {KEYS, VALUES} and version == version_of(version):
-      self._shelf.put(version, self._checked_cartridge(version, arrays))
+      if self._bank is None:
+        raise UserError(f'{version} is a cartridge, and this service serves none: set serve.cartridges.')
+      self._shelf.put(version, checked_cartridge(f'The cartridge {version}', arrays, self.settings, self._architecture))
       return
     kinds = (_FACTORS,)
     if version != version_of(version):
@@ -396,26 +399,6 @@ class Engine:
       with contextlib.suppress(ValueError):  # It is in use.
         self._slot_places.forget(version_of(version))
     self._shelf.put(version, found)
-
-  def _checked_cartridge(self, version: str, arrays: Arrays) -> dict[str, np.ndarray]:
-    """Return read-only arrays of a cartridge; raises UserError unless they fit the bank."""
-    if self._bank is None:
-      raise UserError(f'{version} is a cartridge, and this service serves none: set serve.cartridges.')
-    sizes, most = self._architecture, self._bank.member_slots
-    found = {name: np.asarray(array) for name, array in arrays.items()}
-    slots = next(iter(found.values())).shape[2:3]
-    wanted = (sizes.layers, sizes.kv_heads, *slots, sizes.head_dim)
-    if found.keys() != {KEYS, VALUES} or any((a.shape, a.dtype) != (wanted, np.float32) for a in found.values()):
-      shown = ', '.join(f'{printable(name)} {array.dtype.name} {array.shape}' for name, array in sorted(found.items()))
-      raise UserError(
-        f'The cartridge {version} has {shown}, but the model has float32 keys and values of {sizes.layers} layers, '
-        f'{sizes.kv_heads} heads, any number of slots and {sizes.head_dim} elements of a head.'
-      )
-    if not 1 <= slots[0] <= most:
-      raise UserError(f'The cartridge {version} has {slots[0]} slots, but serve.cartridge_slots={most} are served.')
-    if not all((abs(array) <= LARGEST_SLOT).all() for array in found.values()):
-      raise UserError(f'The cartridge {version} has values that are not finite, or larger than {LARGEST_SLOT:.0f}.')
-    return {name: array.copy() if array.flags.writeable else array for name, array in found.items()}
 
   @property
   def held_bytes(self) -> int:
@@ -866,6 +849,36 @@ class Engine:
 
 def _has_average(arrays: Arrays) -> bool:
   return any(name.startswith(f'{_AVERAGE}/') for name in arrays)
+
+
+def checked_cartridge(name: str, arrays: Arrays, settings: EngineSettings, sizes: Architecture) -> Arrays:
+  """Return read-only arrays of a cartridge.
+
+  Args:
+    name: what the message of an error begins with.
+    arrays: see `records.KEYS`.
+    settings: the sizes of the engine.
+    sizes: the architecture of the model.
+
+  Raises:
+    UserError: they do not fit the model, or have values that no model computes.
+  """
+  found, most = {name: np.asarray(array) for name, array in arrays.items()}, settings.cartridge_slots
+  slots = found[KEYS].shape[2:3] if KEYS in found else ()
+  wanted = (sizes.layers, sizes.kv_heads, *slots, sizes.head_dim)
+  expected = {kind: (wanted, np.dtype(np.float32)) for kind in (KEYS, VALUES)} | {FROZEN: ((), np.dtype(np.int32))}
+  if {kind: (array.shape, array.dtype) for kind, array in found.items()} != expected:
+    shown = ', '.join(f'{printable(kind)} {array.dtype.name} {array.shape}' for kind, array in sorted(found.items()))
+    raise UserError(
+      f'{name} has {shown}, but the model has float32 keys and values of {sizes.layers} layers, {sizes.kv_heads} '
+      f'heads, any number of slots and {sizes.head_dim} elements of a head.'
+    )
+  if not 1 <= slots[0] <= most:
+    raise UserError(f'{name} has {slots[0]} slots, but serve.cartridge_slots={most} are served.')
+  for kind in (KEYS, VALUES):
+    if not (abs(found[kind]) <= LARGEST_SLOT).all():
+      raise UserError(f'{name} has {kind} that are not finite, or larger than {LARGEST_SLOT:.0f}.')
+  return {kind: array.copy() if array.flags.writeable else array for kind, array in found.items()}
 
 
 def cartridge_bytes(settings: EngineSettings, sizes: Architecture) -> int:

@@ -81,6 +81,8 @@ def learn(
     Cancelled: the client disconnected before the commit.
   """
   with account.turn(id, expected) as adapter:
+    if adapter.is_cartridge:
+      raise InvalidRequest(f'{adapter.name} is a cartridge, which does not learn here: push a version of it instead.')
     if idempotency is not None:  # The response quotes samples, even if nothing is committed.
       account.service.store.about(idempotency, adapter.id)
     stages = _Stages(account.service.events, adapter.id, progress)

@@ -294,8 +294,8 @@ def text(plan: EnginePlan) -> str:
     f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
     plan_text.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from{cartridges}, {settings.teachers} to score '
-    f'with and {settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its optimizer '
-    f'state {1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds '
+    f'with and {settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host and its '
+    f'optimizer state {1024 * plan.state_gib:,.0f}; the memory of {settings.memory_bytes / GIB:g} GiB holds '
     f'{plan.versions_in_memory} of both, and the others are in storage.',
   ]
   for label, estimate in plan.programs.items():

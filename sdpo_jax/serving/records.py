@@ -20,7 +20,9 @@ TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
-KEYS, VALUES = 'keys', 'values'  # The arrays of a version that is a cartridge, [L, KV, P, head_dim].
+# The arrays of a version that is a cartridge: slots [L, KV, P, head_dim], and how many of them are frozen, [] int32.
+KEYS, VALUES, FROZEN = 'keys', 'values', 'frozen'
+CARTRIDGE = 'cartridge'  # The setting `kind` of adapters whose versions are cartridges.
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.
 _PLACE = re.compile(r'(\d+\.\d+)~([a-z]+-[0-9a-f]+)')
@@ -31,7 +33,7 @@ Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
 
 @dataclasses.dataclass(frozen=True)
 class AdapterRecord:
-  """An adapter of one owner."""
+  """An adapter of one owner, or what has versions like one: a cartridge."""
 
   id: str  # Made by the service, unlike the name.
   owner: str
@@ -39,6 +41,11 @@ class AdapterRecord:
   head: int  # The number of its newest version.
   created: float  # Seconds since the epoch.
   settings: Mapping[str, Any]  # As JSON, see `adapter_settings.checked`.
+
+  @property
+  def is_cartridge(self) -> bool:
+    """Whether its versions are cartridges."""
+    return self.settings.get('kind') == CARTRIDGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +124,21 @@ class SampleRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class Composition:
+  """The cartridges that a request reads as one, see `models.adapters.composition`."""
+
+  versions: tuple[str, ...]  # Their names in the engine.
+  positions: Positions = 'overlap'
+
+
+@dataclasses.dataclass(frozen=True)
 class VersionTarget:
-  """A version of an adapter, or the model without one."""
+  """A version of an adapter, or the model without one, and the cartridges before its prompts."""
 
   adapter: AdapterRecord | None  # None: the model without an adapter.
   number: int | None  # The number of the version; None: the model without an adapter.
+  cartridges: tuple[VersionTarget, ...] = ()
+  positions: Positions = 'overlap'
 
   @property
   def engine_name(self) -> str:
@@ -129,17 +146,21 @@ class VersionTarget:
     return BASE if self.adapter is None else engine_name(self.adapter.id, self.number)
 
   @property
+  def composition(self) -> Composition | None:
+    """The cartridges in the engine; None: there are none."""
+    names = tuple(each.engine_name for each in self.cartridges)
+    return Composition(names, self.positions) if names else None
+
+  @property
   def lora_uri(self) -> str | None:
     """The URI of the version; None for the model without an adapter."""
     return None if self.adapter is None else lora_uri(self.adapter.id, self.number)
 
-
-@dataclasses.dataclass(frozen=True)
-class Composition:
-  """The cartridges that a request reads as one, see `models.adapters.composition`."""
-
-  versions: tuple[str, ...]  # Their names in the engine.
-  positions: Positions = 'overlap'
+  @property
+  def uri(self) -> str:
+    """What names exactly this version and these cartridges as the model of a request."""
+    read = '+'.join(each.lora_uri for each in self.cartridges)
+    return (self.lora_uri or BASE_NAME) + (f'#{read}' if read else '')
 
 
 def engine_name(adapter: str, number: int) -> str:
@@ -241,6 +262,6 @@ def unknown(text: str) -> NotFound:
   """Return the error for a model or adapter that does not exist or belongs to another owner."""
   return NotFound(
     f'There is no model or adapter {short_repr(text)}: send {BASE_NAME}, the name or id of one of your adapters, '
-    f'optionally with @ and a version number, or a URI {SCHEME}ID@NUMBER.',
+    f'optionally with @ and a version number, or a URI {SCHEME}ID@NUMBER; cartridges come after a #.',
     field='model',
   )

@@ -311,6 +311,7 @@ class ServiceState:
         'topk': self.sizes.topk,
         'logprobs': self.max_logprobs,
       },
+      'cartridges': {'places': serve.cartridges, 'slots': serve.cartridge_slots} if serve.cartridges else None,
       'limits': dataclasses.asdict(serve.limits),
       'learning': dataclasses.asdict(serve.learning),
       'guards': {name: value for name, value in vars(serve.guards).items() if name != 'canary_file'},

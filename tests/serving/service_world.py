@@ -16,6 +16,7 @@ from tests import compiling, tiny
 from tests.serving.store import places
 
 WIDE = 100  # K.
+SLOTS = 16  # The most of a cartridge.
 HELLO = [{'role': 'user', 'content': 'Hi'}]
 
 
@@ -30,6 +31,7 @@ def make_config(model: pathlib.Path, root: pathlib.Path) -> Config:
   serve = config.serve
   serve.prompt_buckets, serve.teacher_buckets, serve.response_buckets = (64,), (256,), (8,)
   serve.rows, serve.training_rows, serve.snapshots, serve.teachers, serve.slots = 4, 2, 3, 3, 2
+  serve.cartridges, serve.cartridge_slots = 2, SLOTS
   serve.topk, serve.decode_chunk, serve.model_name = WIDE, 3, 'tiny'
   serve.score_buckets = (320,)  # As long as what teachers are asked about at the start of a run.
   if places.replicated():

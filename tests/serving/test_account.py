@@ -287,15 +287,15 @@ def test_undo_after_undo_walks_back(ada):
 def test_what_reads_versions_takes_turns_with_other_keys(ada, service, monkeypatch, what):
   adapter, _ = ada.create('a')
   learn(ada, adapter.id)
-  files = ada.export_peft(adapter.id)
+  files = ada.export_files(adapter.id)
   monkeypatch.setattr(service, 'reading', FairSemaphore(1))
   impatient = Account(service, ada.owner, Call(time.monotonic() + 0.1))
   ask = {
     'fork': lambda: impatient.fork(adapter.id, None, 'b'),
     'diff': lambda: impatient.diff(adapter.id, 0, 1),
     'undo': lambda: impatient.undo(adapter.id, None),
-    'export': lambda: impatient.export_peft(adapter.id),
-    'import': lambda: impatient.import_peft('c', files),
+    'export': lambda: impatient.export_files(adapter.id),
+    'import': lambda: impatient.import_files('c', files),
   }[what]
   with service.reading.of(Call()), pytest.raises(Deadline, match='took all the time'):
     ask()
@@ -384,7 +384,7 @@ def test_an_export_is_what_peft_computes_with_and_an_import_brings_it_back(ada, 
 
   adapter, _ = ada.create('a')
   learn(ada, adapter.id)
-  files = ada.export_peft(adapter.id)
+  files = ada.export_files(adapter.id)
   card = ModelCard(files['README.md'].decode())
   assert card.data.get('library_name') == 'peft' and '`a`' in card.text and 'version 1 of an adapter' in card.text
   assert str(model) not in card.content and card.text.count('\n## ') == 3
@@ -400,14 +400,14 @@ def test_an_export_is_what_peft_computes_with_and_an_import_brings_it_back(ada, 
   [ours] = ada.score(ada.resolve('a'), [ROW], ids=[every])
   np.testing.assert_allclose(ours.of_ids, said, atol=1e-4)
   assert np.abs(said - ada.score(ada.resolve('base'), [ROW], ids=[every])[0].of_ids).max() > 0.01
-  made, version = ada.import_peft('b', files)
+  made, version = ada.import_files('b', files)
   assert version.reason == 'import' and logits(ada, 'b') == logits(ada, 'a')
   arrays = ada.service.store.arrays(version)
   assert all(name.startswith('factors/') for name in arrays)
   assert not ada.service.store.optimizer_state(version).arrays
-  assert ada.export_peft(made.id, 0)['adapter_model.safetensors'] == files['adapter_model.safetensors']
+  assert ada.export_files(made.id, 0)['adapter_model.safetensors'] == files['adapter_model.safetensors']
   with pytest.raises(InvalidRequest, match='letters'):
-    ada.import_peft('../b', files)
+    ada.import_files('../b', files)
 
 
 def test_what_is_deleted_is_gone_everywhere(ada):
@@ -562,7 +562,8 @@ ARGUMENTS = {  # Beside the id.
   'version': (0,),
   'diff': (0, 0),
   'undo': (None, 0),
-  'export_peft': (),
+  'export_files': (),
+  'push': (None, {}),
   'turn': (None,),
   'events': (),
 }
@@ -634,7 +635,7 @@ def test_a_service_on_a_mesh_does_what_one_on_a_device_does(service, model, tmp_
       [drawn] = sample(account, 'a', seed=3)
       request = make_request([Item(sample_id=drawn.id, feedback='Say more.')], {}, account.service.settings)
       answer = feedback.learn(account, adapter.id, 1, request).said
-      assert answer['accepted'] and account.export_peft(adapter.id, 2)
+      assert answer['accepted'] and account.export_files(adapter.id, 2)
       said.append((list(drawn.tokens), logits(account, 'a@1')[0], logits(account, 'a@2')[0]))
   (tokens, before, after), (tokens_of_mesh, before_of_mesh, after_of_mesh) = said
   assert tokens == tokens_of_mesh

@@ -70,6 +70,8 @@ class Sessions:
       Forbidden: the adapter has as many sessions as the limit allows.
     """
     service, known = self._service, self._account.adapter(adapter)
+    if known.is_cartridge:
+      raise InvalidRequest(f'{known.name} is a cartridge, which does not learn here: name an adapter.', field='adapter')
     settings.check(service.settings, max_completion=service.max_completion, vocab_size=service.vocab_size)
     form = None
     if settings.tools:

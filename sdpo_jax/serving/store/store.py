@@ -455,22 +455,22 @@ class Store(contextlib.AbstractContextManager):
     return self._known(owner, id).head.kept_from
 
   def arrays(self, version: Version) -> Arrays:
-    """Return the factors of a version, bit for bit as they were committed.
+    """Return the arrays of a version, bit for bit as they were committed.
 
     Raises:
       Damaged: one of the version's files is missing or damaged.
       NotFound: the adapter was deleted.
       Gone: the version was removed by retention.
     """
-    files = self._files(version, (versions.peft_files.WEIGHTS,))
+    files = self._files(version, (versions.peft_files.WEIGHTS, versions.SLOTS))
     try:
-      return versions.arrays_of(self.base, *files.values())
+      return versions.arrays_of(self.base, *next(iter(files.items())))
     except ValueError as error:
       raise Damaged(f'Version {version.number} of {version.adapter} cannot be read: {error}') from error
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
     """Return the contents of a version's PEFT files by name; raises as `arrays`."""
-    return self._files(version, versions.PEFT_FILES)
+    return self._files(version, versions.FILES[:2])
 
   # Optimizer state.
 
@@ -791,7 +791,7 @@ class Store(contextlib.AbstractContextManager):
 
   def _discard(self, id: str, folder: str, manifest: VersionManifest) -> None:
     """Remove the files of an uncommitted version; what cannot be removed now is before the next change."""
-    names = (*versions.PEFT_FILES, versions.MANIFEST)
+    names = (*versions.FILES, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     try:
       self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)

@@ -4,6 +4,7 @@
   users/OWNER/adapters/ID/TOMBSTONE                               marks a deleted adapter
   users/OWNER/adapters/ID/versions/NUMBER-DIGEST/manifest.json    the version, and the digests of its files
                                                 /adapter_config.json, adapter_model.safetensors    as PEFT reads them
+                                                /slots.safetensors    instead, of a cartridge
                                                 /moments.safetensors, average.safetensors    see `optimizer_states`
 
 OWNER is a digest, since owners are arbitrary strings. A version belongs to an adapter if HEAD, or the manifest of the
@@ -32,15 +33,17 @@ from sdpo_jax.files import PARTIAL, jsonable
 from sdpo_jax.models import parameters
 from sdpo_jax.models.adapters import lora, peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
-from sdpo_jax.serving.records import AdapterRecord, Version
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, AdapterRecord, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
-Arrays = Mapping[str, np.ndarray]  # The factors of a version by their names in the engine, factors/….
+# The arrays of a version by their names in the engine: factors/…, or those of a cartridge.
+Arrays = Mapping[str, np.ndarray]
 
 FORMAT = 2
 BASE, HEAD, TOMBSTONE, MANIFEST = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json'
 MOMENTS, AVERAGE = 'moments.safetensors', 'average.safetensors'
-PEFT_FILES = (peft_config.FILE, peft_files.WEIGHTS)
+SLOTS = 'slots.safetensors'
+FILES = (peft_config.FILE, peft_files.WEIGHTS, SLOTS)  # Of which a version has some.
 _ADAPTER_KEY = re.compile(r'users/([0-9a-f]{32})/adapters/([0-9a-z-]+)/(.+)')
 _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/(.+)')
 
@@ -103,7 +106,7 @@ def parse_key(key: str) -> BlobKey | None:
   if rest in (HEAD, TOMBSTONE) or PARTIAL.fullmatch(rest):
     return BlobKey(folder, found[2], rest)
   version = _VERSION_KEY.fullmatch(rest)
-  if version is None or not (version[4] in (MANIFEST, MOMENTS, AVERAGE, *PEFT_FILES) or PARTIAL.fullmatch(version[4])):
+  if version is None or not (version[4] in (MANIFEST, MOMENTS, AVERAGE, *FILES) or PARTIAL.fullmatch(version[4])):
     return None
   return BlobKey(folder, found[2], rest, version[1], int(version[2]))
 
@@ -117,11 +120,13 @@ def version_folder(number: int, digest: str) -> str:
 
 
 def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
-  """Serialize the factors of a version as PEFT's files, by name.
+  """Serialize a version as PEFT's files, or as the file of a cartridge, by name.
 
   Raises:
-    ValueError: the arrays do not have the shape of adapters of this base.
+    ValueError: the arrays are no cartridge, and do not have the shape of adapters of this base.
   """
+  if arrays.keys() == {KEYS, VALUES, FROZEN}:
+    return {SLOTS: safetensors.numpy.save(dict(arrays))}
   check_arrays(base.shapes, arrays)
   tensors = {name: row.to_huggingface(arrays[f'factors/{row.name}'][layer]) for name, row, layer in base.tensors}
   return {
@@ -130,8 +135,8 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
   }
 
 
-def arrays_of(base: Base, weights: bytes) -> dict[str, np.ndarray]:
-  """Read the factors of a version from PEFT's weights, bit for bit as `files_of` has stored them.
+def arrays_of(base: Base, name: str, content: bytes) -> dict[str, np.ndarray]:
+  """Read a version from its file of this name, bit for bit as `files_of` has stored it.
 
   Layers without factors of a matrix have zeros, as `fresh` gives them.
 
@@ -140,7 +145,9 @@ def arrays_of(base: Base, weights: bytes) -> dict[str, np.ndarray]:
   """
   found = {name: np.zeros(shape, np.float32) for name, shape in base.shapes.items()}
   try:
-    tensors = safetensors.numpy.load(weights)
+    tensors = safetensors.numpy.load(content)
+    if name == SLOTS:
+      return tensors
     for name, row, layer in base.tensors:
       whole = tuple((0, size) for size in row.shape[1:])
       found[f'factors/{row.name}'][layer] = row.from_huggingface(tensors[name], whole)
@@ -240,12 +247,12 @@ def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Versio
 def read_files(
   blobs: Blobs, base: Base, folder: str, manifest: VersionManifest, names: tuple[str, ...]
 ) -> dict[str, bytes]:
-  """Read files of a version of the adapter in this folder; return their contents by name.
+  """Read those of the named files that a version of the adapter in this folder has; return their contents by name.
 
   Raises:
     Damaged: a file is missing or differs from its digest in the manifest.
   """
-  found = {}
+  found, names = {}, tuple(name for name in names if name in manifest.files)
   if manifest.seed is not None:
     drawn = files_of(base, fresh(base.adapter, base.rows, manifest.seed))
     if hashlib.sha256(drawn[peft_files.WEIGHTS]).hexdigest() != manifest.files[peft_files.WEIGHTS]:

@@ -1,4 +1,4 @@
-"""PEFT files as one zip file; the file names in it are checked, and never used as paths."""
+"""Files of an adapter or a cartridge as one zip file; the names in it are checked, and never used as paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import zlib
 from sdpo_jax.errors import printable
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
-KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json', 'README.md')
+KNOWN = (
+  'adapter_config.json',
+  'adapter_model.safetensors',
+  'base_fingerprint.json',
+  'README.md',
+  'cartridge.json',
+  'cartridge.safetensors',
+  'config.yaml',
+)
+TORCH = '.pt'  # The end of a cartridge's name in the published format, which becomes cartridge.pt.
 _RATIO = 20  # The largest expansion of a zip that is read; LoRA factors are hardly compressible.
 _SLACK = 2**20  # Additional bytes, for small files.
 _MOST = 16  # Files in a zip.
@@ -37,20 +46,23 @@ def unzipped(content: bytes) -> dict[str, bytes]:
       return _read(archive, _RATIO * len(content) + _SLACK)
   except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
     raise InvalidRequest(
-      'The body is not a readable zip: send one with adapter_config.json and adapter_model.safetensors.'
+      'The body is not a readable zip: send one with adapter_config.json and adapter_model.safetensors, or with the '
+      'files of a cartridge.'
     ) from error
 
 
 def _read(archive: zipfile.ZipFile, limit: int) -> dict[str, bytes]:
   entries = [entry for entry in archive.infolist() if not entry.is_dir()]
   if len(entries) > _MOST:
-    raise InvalidRequest(f'The zip has {len(entries)} files: send the {len(KNOWN)} of an adapter.')
+    raise InvalidRequest(f'The zip has {len(entries)} files: send those of an adapter or a cartridge.')
   files: dict[str, bytes] = {}
   for entry in entries:
     *folder, name = entry.filename.replace('\\', '/').split('/')
-    if name not in KNOWN or len(folder) > 1:
+    name = f'cartridge{TORCH}' if name.endswith(TORCH) else name
+    if name not in (*KNOWN, f'cartridge{TORCH}') or len(folder) > 1:
       raise InvalidRequest(
-        f'The zip holds {printable(entry.filename)!r}: send {", ".join(KNOWN[:2])} and nothing else.'
+        f'The zip holds {printable(entry.filename)!r}: send {", ".join(KNOWN[:2])} and nothing else, or the files of a '
+        'cartridge.'
       )
     if name in files:
       raise InvalidRequest(f'The zip holds {name} twice: send it once.')

@@ -210,7 +210,7 @@ def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
   """
   target = account.resolve(text)
   if target.adapter is None:
-    raise InvalidRequest(f'{text} is the model without an adapter: name one of your adapters.', field='lora_id')
+    raise InvalidRequest(f'{text} names no adapter: name one of your adapters.', field='lora_id')
   return target.adapter, records.parse(text).number
 
 
@@ -360,7 +360,7 @@ def _queried(asked: Incoming) -> tuple[AdapterRecord, int | None]:
 def lora_export(asked: Incoming) -> Reply:
   """Return the files of an adapter as a zip; PEFT loads the unpacked folder."""
   adapter, number = _queried(asked)
-  return zip_reply(asked.account.export_peft(adapter.id, number), adapter.name)
+  return zip_reply(asked.account.export_files(adapter.id, number), adapter.name)
 
 
 class LoraDeletedSaid(ResponseBody):

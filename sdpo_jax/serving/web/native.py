@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import as_json
 from sdpo_jax.serving import feedback as feedbacks
 from sdpo_jax.serving import records
@@ -111,8 +111,15 @@ def diff(asked: Incoming) -> Reply:
 
 
 def export(asked: Incoming) -> Reply:
-  """Return a version in PEFT's format: a zip with adapter_config.json and adapter_model.safetensors."""
-  return zip_reply(asked.account.export_peft(asked.adapter, asked.number('version')), 'adapter')
+  """Return a zip of a version: in PEFT's format, or with the files of a cartridge."""
+  return zip_reply(_exported(asked), 'adapter')
+
+
+def _exported(asked: Incoming) -> dict[str, bytes]:
+  form = asked.query.get('format', 'sdpo_jax')
+  if form not in ('sdpo_jax', 'published'):
+    raise InvalidRequest(f'format must be sdpo_jax or published, not {short_repr(form)}.', field='format')
+  return asked.account.export_files(asked.adapter, asked.number('version'), form)
 
 
 def zip_reply(files: Mapping[str, bytes], name: str) -> Reply:
@@ -121,8 +128,8 @@ def zip_reply(files: Mapping[str, bytes], name: str) -> Reply:
 
 
 def export_file(asked: Incoming) -> Reply:
-  """Return one of the files of a version in PEFT's format."""
-  files, name = asked.account.export_peft(asked.adapter, asked.number('version')), asked.path['file']
+  """Return one of the files of a version."""
+  files, name = _exported(asked), asked.path['file']
   if name not in files:
     raise NotFound(f'An exported version has no such file, only {", ".join(sorted(files))}.')
   kind = 'application/json' if name.endswith('.json') else 'application/octet-stream'
@@ -130,14 +137,27 @@ def export_file(asked: Incoming) -> Reply:
 
 
 def import_adapter(asked: Incoming) -> Reply:
-  """Make an adapter from a zip with adapter_config.json and adapter_model.safetensors in PEFT's format."""
+  """Make an adapter from a zip with adapter_config.json and adapter_model.safetensors in PEFT's format, or a cartridge.
+
+  The files of a cartridge are those of launch.export, or cartridge.pt and config.yaml.
+  """
   name = asked.query.get('name')
   if not name:
     raise InvalidRequest('The new adapter needs a name: add ?name=NAME to the address.', field='name')
-  with asked.account.service.reading.of(asked.account.call):
-    files = unzipped(asked.body)
-  adapter, _ = asked.account.import_peft(name, files, request=asked.idempotency)
+  adapter, _ = asked.account.import_files(name, _uploaded(asked), request=asked.idempotency)
   return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
+
+
+def push(asked: Incoming) -> Reply:
+  """Make the next version of an adapter or a cartridge from a zip, as when one is made from files."""
+  return Reply(
+    version_said(asked.account.push(asked.adapter, asked.expected, _uploaded(asked), request=asked.idempotency))
+  )
+
+
+def _uploaded(asked: Incoming) -> dict[str, bytes]:
+  with asked.account.service.reading.of(asked.account.call):
+    return unzipped(asked.body)
 
 
 def capabilities(asked: Incoming) -> Reply:
@@ -155,7 +175,7 @@ def usage(asked: Incoming) -> Reply:
 
 def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
   body: schemas.CompletionRequest = asked.body
-  target = asked.account.resolve(body.model)
+  target = asked.account.resolve(body.model, body.cartridges, body.positions)
   prompt = asked.account.service.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
   options = SampleOptions.of(body)
   sampling = asked.account.sample(
@@ -248,7 +268,7 @@ def feedback_batch(asked: Incoming) -> Reply:
     try:
       adapter = asked.account.resolve(entry.adapter).adapter
       if adapter is None:
-        raise InvalidRequest('The model without an adapter cannot learn: name an adapter.', field='adapter')
+        raise InvalidRequest('Neither the model nor a cartridge can learn: name an adapter.', field='adapter')
       found = feedbacks.FeedbackEntry(adapter.id, feedback_request(entry, service.settings), entry.if_match)
     except (ServiceError, UserError) as error:
       raise _of_entry(error, number) from error
@@ -397,10 +417,11 @@ def adapter_said(adapter: AdapterRecord) -> dict[str, Any]:
   return {
     'id': adapter.id,
     'name': adapter.name,
+    'kind': 'cartridge' if adapter.is_cartridge else 'adapter',
     'version': adapter.head,
     'lora_uri': records.lora_uri(adapter.id, adapter.head),
     'created': adapter.created,
-    'settings': dict(adapter.settings),
+    'settings': {name: value for name, value in adapter.settings.items() if name != 'kind'},
   }
 
 
@@ -473,7 +494,10 @@ def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str,
   }
 
 
-_VERSION = {'version': 'The number of a version; by default the newest.'}
+_EXPORT = {
+  'version': 'The number of a version; by default the newest.',
+  'format': "Of a cartridge: 'published' for cartridge.pt and config.yaml; by default ours.",
+}
 _CHANGED: dict[str, Any] = {'response': schemas.AdapterSaid, 'again': _adapter_again, 'tagged': True}
 _MADE: dict[str, Any] = {'status': 201, **_CHANGED}
 ROUTES: list[Route] = [
@@ -488,6 +512,16 @@ ROUTES: list[Route] = [
     content_type='application/zip',
     query={'name': 'The name of the new adapter.'},
     **_MADE,
+  ),
+  route(
+    'POST',
+    f'{ADAPTER}/versions',
+    push,
+    content_type='application/zip',
+    status=201,
+    response=schemas.VersionSaid,
+    again=_version_again,
+    tagged=True,
   ),
   route('GET', ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
   route('PATCH', ADAPTER, change_adapter, body=schemas.ChangeAdapter, **_CHANGED),
@@ -505,8 +539,8 @@ ROUTES: list[Route] = [
     response=schemas.DiffSaid,
     query={'against': 'The number of the other version; by default the parent.'},
   ),
-  route('GET', f'{ADAPTER}/export', export, query=_VERSION, answers='application/zip'),
-  route('GET', f'{ADAPTER}/export/{{file}}', export_file, query=_VERSION, answers='application/octet-stream'),
+  route('GET', f'{ADAPTER}/export', export, query=_EXPORT, answers='application/zip'),
+  route('GET', f'{ADAPTER}/export/{{file}}', export_file, query=_EXPORT, answers='application/octet-stream'),
   Route(f'{ADAPTER}/events', events, methods=['GET']),
   route(
     'POST',

@@ -18,7 +18,6 @@ from starlette.responses import JSONResponse, Response
 
 from sdpo_jax.files import as_json
 from sdpo_jax.models.token_texts import TokenTexts
-from sdpo_jax.serving import records
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import AdapterRecord
@@ -74,7 +73,7 @@ def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
     'object': kind,
     'created': job.created,
     'model': job.asked.model,
-    'system_fingerprint': job.target.lora_uri or records.BASE_NAME,  # The exact version that drew the tokens.
+    'system_fingerprint': job.target.uri,  # The exact version that drew the tokens.
   }
 
 

@@ -76,7 +76,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Complet
   Raises:
     ServiceError: the model does not exist, or a prompt or a number is out of range.
   """
-  service, target = account.service, account.resolve(asked.model)
+  service, target = account.service, account.resolve(asked.model, asked.cartridges, asked.positions)
   limit = min(DEFAULT_COMPLETION_TOKENS, service.max_completion) if asked.max_tokens is None else asked.max_tokens
   longest, most = _longest(account, asked, limit), service.settings.limits.max_waiting // 2
   if len(asked.prompts) > most:  # Each is a job in the engine, where one key alone gets half of the places.
@@ -99,7 +99,15 @@ def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob
   messages = [message.plain() for message in asked.messages]
   tokens = account.service.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
   prompt = Prompt(tokens, messages=messages)
-  return _job(account, asked, account.resolve(asked.model), [prompt], asked.limit, [0], 'chatcmpl')
+  return _job(
+    account,
+    asked,
+    account.resolve(asked.model, asked.cartridges, asked.positions),
+    [prompt],
+    asked.limit,
+    [0],
+    'chatcmpl',
+  )
 
 
 def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.web.schemas import RequestBody, Token
+from sdpo_jax.serving.web.schemas import CartridgePositions, Cartridges, RequestBody, Token
 
 MOST_CHOICES = 128  # The largest n, as at OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16  # Default max_tokens of /v1/completions, as at OpenAI.
@@ -71,6 +71,8 @@ class _Request(RequestBody):
   """The parameters that both routes share."""
 
   model: str
+  cartridges: Cartridges = []
+  positions: CartridgePositions = 'overlap'
   n: int = pydantic.Field(1, ge=1, le=MOST_CHOICES)
   max_tokens: int | None = pydantic.Field(None, ge=0)
   temperature: float = pydantic.Field(1.0, ge=0, le=2)

@@ -7,12 +7,20 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from sdpo_jax.models.adapters.composition import Positions
 from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP, teacher_settings
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Cartridges = Annotated[list[Name], Field(max_length=64)]
+CartridgePositions = Annotated[
+  Positions,
+  Field(
+    description='Positions of the slots of several: each from 0 on (overlap), or one after the other (sequential).'
+  ),
+]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Teacher = Annotated[
   dict[str, Any], pydantic.BeforeValidator(teacher_settings, json_schema_input_type=str | dict[str, Any])
@@ -57,6 +65,10 @@ class CreateAdapter(RequestBody):
   base_model: str | None = Field(None, description='The model that you expect; an error if another one is served.')
   rank: int | None = Field(None, description='The rank that you expect; an error if another one is served.')
   alpha: Number | None = Field(None, description='The alpha that you expect; an error if another one is served.')
+  source: Name | None = Field(
+    None,
+    description='A cartridge to read: a place that serve.cartridge_sources allows, or a name on the hub.',
+  )
 
 
 class ChangeAdapter(RequestBody):
@@ -92,6 +104,7 @@ class AdapterSaid(ResponseBody):
 
   id: str
   name: str
+  kind: str = Field(description='adapter or cartridge.')
   version: int = Field(description='The number of the newest version; also in the header ETag.')
   lora_uri: str = Field(description='The URI of that version, which every field `model` accepts.')
   created: float = Field(description='Seconds since the epoch.')
@@ -182,7 +195,11 @@ class Message(RequestBody):
 class Named(RequestBody):
   """The model or version that a request is about."""
 
-  model: str = Field('base', description="'base', the id or name of an adapter, also with @VERSION, or a lora_uri.")
+  model: str = Field(
+    'base',
+    description="'base', the id or name of an adapter, also with @VERSION, or a lora_uri. For completions, #CARTRIDGE "
+    'may follow, or several with + between them; a cartridge may also stand alone.',
+  )
 
 
 class Prompted(RequestBody):
@@ -202,6 +219,8 @@ class Prompted(RequestBody):
 class CompletionRequest(Prompted, Named):
   """A request for completions of a prompt."""
 
+  cartridges: Cartridges = Field(default_factory=list, description='Cartridges, as after # in model.')
+  positions: CartridgePositions = 'overlap'
   n: int = Field(1, ge=1)
   max_tokens: int | None = Field(None, ge=1)
   temperature: Number = Field(1.0, ge=0)
@@ -217,7 +236,9 @@ class CompletionRequest(Prompted, Named):
 class CompletionSaid(ResponseBody):
   """A completion."""
 
-  sample_id: str = Field(description='The id with which feedback refers to this completion, until it expires.')
+  sample_id: str = Field(
+    description='The id with which feedback refers to this completion, until it expires; empty behind a cartridge.'
+  )
   index: int
   text: str
   finish_reason: str
