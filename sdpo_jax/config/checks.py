@@ -467,6 +467,7 @@ def _check_trainer(config: schema.Sections, trains: bool) -> None:
   unknown = [entry for entry in trainer.accept_changes if entry not in CHANGES]
   near = did_you_mean(unknown and unknown[0], CHANGES)
   _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}{near}')
+  check_address(trainer.push_url, 'trainer.push_url', 'trainer.push_key_env')
   _require(
     not trains or trainer.test_freq == 0 or bool(config.data.val_files),
     'trainer.test_freq asks for evaluation but data.val_files is empty: name held-out rows or set trainer.test_freq=0.',

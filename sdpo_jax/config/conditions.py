@@ -105,7 +105,8 @@ REFUSED: Table = (
     _off('model.lora.path', 'which determines rank, alpha and matrices of the adapter'),
     _of('model.lora', 'rank alpha use_rslora target_modules exclude_modules rank_pattern alpha_pattern'),
   ),
-  (_CARTRIDGE, 'model.cartridge plan.document_tokens'),
+  (_CARTRIDGE, 'model.cartridge plan.document_tokens trainer.push_url'),
+  (_set('trainer.push_url'), _of('trainer', 'push_freq push_name push_key_env')),
   (
     _off('model.cartridge.path', 'which determines slots and windows of the cartridge'),
     _of('model.cartridge', 'tokens num_frozen_tokens initializer init_text init_turn_end sliding_window'),

@@ -48,6 +48,7 @@ RESUMABLE = (
   'trainer.sample_table_rows',
   'trainer.tensorboard',
   'trainer.wandb_project',
+  *(f'trainer.push_{name}' for name in ('url', 'freq', 'name', 'key_env')),
   'trainer.profile_steps',
   'trainer.accept_changes',
   'trainer.watchdog_report_s',

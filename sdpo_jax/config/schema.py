@@ -731,6 +731,12 @@ class TrainerConfig:
   tensorboard: bool = setting(True, 'Write metrics for TensorBoard to tensorboard/, if the run directory is local.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps for which a profiler trace is written to profile/.')
+  push_url: str = setting(
+    '', 'Address of a service, http://HOST:PORT, to which the slots of a cartridge are sent as they are trained.'
+  )
+  push_freq: int = setting(1, 'Steps between two versions that are sent.', BATCHES)
+  push_name: str = setting('', 'Name of the cartridge there, which is made if there is none; empty: name of the run.')
+  push_key_env: str = setting('', 'Environment variable with the API key of the service; empty: none is sent.')
 
   def writes_rollouts(self, step: int) -> bool:
     """Return whether rollouts/<step>.jsonl is written at this step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 
@@ -15,6 +15,7 @@ from sdpo_jax.distributed.programs import Program
 from sdpo_jax.models import parameters
 from sdpo_jax.models.adapters import kv_prefix, named_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge
+from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.rollout.weights import base_preparation
 from sdpo_jax.teacher.signal import Teacher
@@ -76,9 +77,13 @@ def of_session(session: Session, slots: Tree) -> Cartridge:
     slots: the trained slots.
   """
   prefix = session.policy.adapter
-  join = jax.jit(functools.partial(kv_prefix.joined, prefix), out_shardings=replicated(session.mesh))
-  keys, values = (np.asarray(array.addressable_data(0)) for array in join(session.base, slots))
+  keys, values = (np.asarray(array.addressable_data(0)) for array in _joiner(prefix, session.mesh)(session.base, slots))
   return Cartridge(keys, values, prefix.frozen, prefix.within_windows)
+
+
+@functools.lru_cache(maxsize=1)
+def _joiner(prefix: KVPrefix, mesh: jax.sharding.Mesh) -> Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]:
+  return jax.jit(functools.partial(kv_prefix.joined, prefix), out_shardings=replicated(mesh))
 
 
 def _prepared(policy: DecoderPolicy, model: Tree) -> Tree:

@@ -28,9 +28,11 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import reasons_of
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.learning.update import abstract_state, place_state
+from sdpo_jax.models.adapters.cartridge_files import Origin
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
+  cartridges,
   chunk_bank,
   endpoint_teacher,
   feedback_writing,
@@ -63,6 +65,7 @@ from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.opening import check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
+from sdpo_jax.training.pushing import Pushing
 from sdpo_jax.training.questions import held_out_questions, training_questions
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
@@ -269,6 +272,10 @@ class _Run:
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.
     self.saving = Saving(session.workdir, checkpoints, ownership, self.joint_errors, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
+    config = session.config
+    self.pushing: Pushing | None = None  # Only process 0 sends.
+    if config.trainer.push_url and jax.process_index() == 0:
+      self.pushing = Pushing(config, Origin.of(config.model.path, session.policy.config))
     self.line: Mapping[str, float] = {}  # Metrics of the last step.
     self.progress: Progress
 
@@ -341,6 +348,8 @@ class _Run:
       preempted = True
     finally:
       self.progress.close()
+      if self.pushing is not None:
+        self.pushing.close()
     if preempted:
       self.saving.save()
     else:
@@ -531,6 +540,11 @@ class _Run:
       note,
       compiled=int(line[COMPILED_LATE]),
     )
+    if trainer.push_url and step % trainer.push_freq == 0:
+      newest = cartridges.of_session(self.session, state.trainable)  # All processes.
+      self.compiled()  # Discard what joins the slots, once.
+      if self.pushing is not None:
+        self.pushing.send(newest, step)
     saves = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if saves or verdict != AlarmVerdict() or skipped.too_many(self.skipped, config.trainer):
       self.saving.save()

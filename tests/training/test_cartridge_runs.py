@@ -34,6 +34,7 @@ from sdpo_jax.types import TokenRows
 from tests import exported_cards, hub_server
 from tests.models.adapters.cartridges import past_of
 from tests.models.family_models import MODELS, SIZES
+from tests.push_server import push_server
 from tests.training.cartridge_runs import (
   QUESTIONS,
   TEXT,
@@ -157,13 +158,37 @@ def test_slots_begin_as_the_published_ones_of_a_text(config, tmp_path, monkeypat
 
 
 @pytest.fixture(scope='module')
-def run(config, tmp_path_factory):
-  """Return (settings, workdir) of a run of two steps."""
+def service():
+  with push_server() as opened:
+    yield opened
+
+
+@pytest.fixture(scope='module')
+def run(config, service, tmp_path_factory):
+  """Return (settings, workdir) of a run of two steps, which sends its slots to a service."""
   folder = tmp_path_factory.mktemp('runs')
   (folder / 'text.txt').write_text(TEXT)
   made = changed(config, document=str(folder / 'text.txt'))
-  loop.train(made, folder / 'run')
+  pushed = dataclasses.replace(made.trainer, push_url=service.address, push_name='notes')
+  loop.train(dataclasses.replace(made, trainer=pushed), folder / 'run')
   return made, folder / 'run'
+
+
+def test_a_service_has_the_slots_of_the_newest_step(run, service, tmp_path):
+  made, workdir = run
+  assert service.kept[-1] == {'run': made.name, 'step': '2'}
+  assert ('POST', '/v1/continual/adapters/import?name=notes') in service.paths
+  runs.export(str(workdir), str(tmp_path / 'made'), 'student')
+  for name in ('cartridge.json', 'cartridge.safetensors'):
+    (tmp_path / name).write_bytes(service.files[name])
+  origin = cartridge_files.Origin.of(made.model.path, huggingface.read_policy(made.model.path, made.model).config)
+  sent, exported = (
+    cartridge_files.read(place, origin, huggingface.read_policy(made.model.path, made.model).config)
+    for place in (tmp_path, tmp_path / 'made')
+  )
+  np.testing.assert_array_equal(sent.keys, exported.keys)
+  np.testing.assert_array_equal(sent.values, exported.values)
+  assert all(line['programs/compiled'] == 0 for line in lines(workdir))
 
 
 def test_a_run_goes_on_where_it_was_stopped_and_with_the_same_texts_only(run, tmp_path):
