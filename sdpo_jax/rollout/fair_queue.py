@@ -191,10 +191,10 @@ class FairQueue:
     return self._first(fitting) if fitting else None
 
   def _first(self, keys: Collection[_Key]) -> _Key:
-    payers = {payer for payer, _ in keys}
+    payers = dict.fromkeys(payer for payer, _ in keys)  # In order, which is the same in all processes.
     if len(payers) > 1:
       reserved = collections.Counter[Payer]()
       for request in self._requests.values():
         reserved[request.payer] += request.reserved
-      payers = {self.shares.first(payers, reserved.__getitem__)}
+      payers = [self.shares.first(payers, reserved.__getitem__)]
     return next(key for key in keys if key[0] in payers)

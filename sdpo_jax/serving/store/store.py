@@ -470,7 +470,7 @@ class Store(contextlib.AbstractContextManager):
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
     """Return the contents of a version's PEFT files by name; raises as `arrays`."""
-    return self._files(version, versions.FILES[:2])
+    return self._files(version, versions.PEFT_FILES)
 
   # Optimizer state.
 

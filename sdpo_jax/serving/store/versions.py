@@ -43,7 +43,8 @@ FORMAT = 2
 BASE, HEAD, TOMBSTONE, MANIFEST = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json'
 MOMENTS, AVERAGE = 'moments.safetensors', 'average.safetensors'
 SLOTS = 'slots.safetensors'
-FILES = (peft_config.FILE, peft_files.WEIGHTS, SLOTS)  # Of which a version has some.
+PEFT_FILES = (peft_config.FILE, peft_files.WEIGHTS)
+FILES = (*PEFT_FILES, SLOTS)  # Of which a version has some.
 _ADAPTER_KEY = re.compile(r'users/([0-9a-f]{32})/adapters/([0-9a-z-]+)/(.+)')
 _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/(.+)')
 

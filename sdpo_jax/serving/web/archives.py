@@ -10,16 +10,10 @@ import zlib
 from sdpo_jax.errors import printable
 from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
-KNOWN = (
-  'adapter_config.json',
-  'adapter_model.safetensors',
-  'base_fingerprint.json',
-  'README.md',
-  'cartridge.json',
-  'cartridge.safetensors',
-  'config.yaml',
-)
-TORCH = '.pt'  # The end of a cartridge's name in the published format, which becomes cartridge.pt.
+PEFT = frozenset({'adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json'})
+CARTRIDGE = frozenset({'cartridge.json', 'cartridge.safetensors', 'cartridge.pt', 'config.yaml'})
+_TORCH = '.pt'  # The end of a cartridge's name in the published format, which becomes cartridge.pt.
+_CARD = 'README.md'
 _RATIO = 20  # The largest expansion of a zip that is read; LoRA factors are hardly compressible.
 _SLACK = 2**20  # Additional bytes, for small files.
 _MOST = 16  # Files in a zip.
@@ -58,11 +52,12 @@ def _read(archive: zipfile.ZipFile, limit: int) -> dict[str, bytes]:
   files: dict[str, bytes] = {}
   for entry in entries:
     *folder, name = entry.filename.replace('\\', '/').split('/')
-    name = f'cartridge{TORCH}' if name.endswith(TORCH) else name
-    if name not in (*KNOWN, f'cartridge{TORCH}') or len(folder) > 1:
+    name = f'cartridge{_TORCH}' if name.endswith(_TORCH) else name
+    both = {name, *files} - {_CARD}
+    if len(folder) > 1 or not (both <= PEFT or both <= CARTRIDGE):
       raise InvalidRequest(
-        f'The zip holds {printable(entry.filename)!r}: send {", ".join(KNOWN[:2])} and nothing else, or the files of a '
-        'cartridge.'
+        f'The zip holds {printable(entry.filename)!r}: send adapter_config.json and adapter_model.safetensors and '
+        'nothing else, or the files of a cartridge.'
       )
     if name in files:
       raise InvalidRequest(f'The zip holds {name} twice: send it once.')

@@ -210,7 +210,7 @@ def _named(account: Account, text: str) -> tuple[AdapterRecord, int | None]:
   """
   target = account.resolve(text)
   if target.adapter is None:
-    raise InvalidRequest(f'{text} names no adapter: name one of your adapters.', field='lora_id')
+    raise InvalidRequest(f'{text} is the model without an adapter or a cartridge: name an adapter.', field='lora_id')
   return target.adapter, records.parse(text).number
 
 

@@ -150,6 +150,7 @@ def import_adapter(asked: Incoming) -> Reply:
 
 def push(asked: Incoming) -> Reply:
   """Make the next version of an adapter or a cartridge from a zip, as when one is made from files."""
+  asked.account.adapter(asked.adapter)  # Raises NotFound before the zip is read.
   return Reply(
     version_said(asked.account.push(asked.adapter, asked.expected, _uploaded(asked), request=asked.idempotency))
   )

@@ -21,7 +21,7 @@ from sdpo_jax.serving.errors import VersionConflict
 from sdpo_jax.serving.records import Version
 from sdpo_jax.serving.store.store import IdempotentRequest, Retention, Store
 from tests import file_operations
-from tests.serving.store.store_cases import arrays, open_store, state
+from tests.serving.store.store_cases import arrays, open_store, slots, state
 
 RETENTION = Retention(keep_versions=2, idle_s=1e6)
 KEY, BODY = 'a key', 'a body'
@@ -97,6 +97,10 @@ def history(store: Store) -> None:
   told(state_of(store))
   commit('ada', mine, reason='undo', details={'seed': 0}, parent=0)
   create('ada', 'fork', 12, reason='fork')
+  notes, _ = store.create('bob', 'notes', {}, slots(7), reason='import', details={'seed': 7, 'slots': True})
+  told(state_of(store))
+  store.commit('bob', notes.id, 0, slots(8), reason='import', details={'seed': 8, 'slots': True})
+  told(state_of(store))
   store.change_settings('ada', mine.id, 3, {'step': 1})
   told(state_of(store))
   commit('ada', mine)

@@ -30,7 +30,7 @@ from sdpo_jax.serving.store.database import Database
 from sdpo_jax.serving.store.store import StoredResponse
 from tests import file_operations, tiers, tiny
 from tests.serving.store import places, store_history
-from tests.serving.store.store_cases import arrays, assert_same, open_store
+from tests.serving.store.store_cases import arrays, assert_same, open_store, slots
 from tests.serving.store.store_history import RETENTION, ask, history, state_of
 
 CHANGES = frozenset('create mkdir write truncate rename link unlink rmdir'.split())
@@ -86,10 +86,12 @@ def check_versions(store, state) -> None:
     for version in known:
       seed, drawn = version.details['seed'], version.details.get('drawn', False)
       expected = versions.fresh(store.base.adapter, store.base.rows, seed) if drawn else arrays(seed)
+      stored = () if drawn else versions.PEFT_FILES
+      if version.details.get('slots'):
+        expected, stored = slots(seed), (versions.SLOTS,)
       assert_same(store.arrays(version), expected)
       name = versions.version_folder(version.number, version.digest)
-      own = (versions.MANIFEST, *(() if drawn else versions.PEFT_FILES))
-      files |= {f'{folder}/versions/{name}/{file}' for file in own}
+      files |= {f'{folder}/versions/{name}/{file}' for file in (versions.MANIFEST, *stored)}
   others = (versions.TOMBSTONE, versions.MOMENTS, versions.AVERAGE)  # `state_of_newest` is about the last two.
   keys = {entry.key for entry in store.blobs.list()}
   found = {key for key in keys if not key.endswith(others)}
@@ -163,7 +165,7 @@ def test_a_process_that_is_killed_at_any_operation_has_lost_nothing(recorded, sc
       judge.check(disk.now(), before, after) if place else None
     disk.apply(operation)
   judge.check(disk.now(), after, after)
-  assert judge.opened > (80 if places.replicated() else 250) // every and len(after) == 2 and len(before) == 2
+  assert judge.opened > (80 if places.replicated() else 250) // every and len(after) == 3 and len(before) == 3
 
 
 @pytest.mark.parametrize('operations, every', [(9, 7), pytest.param(1, 1, marks=pytest.mark.campaign)])

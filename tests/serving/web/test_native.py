@@ -607,6 +607,10 @@ REQUESTS = {
   ('POST', f'{ROOT}/adapters/{{adapter}}/fork'): {'json': {'name': 'stolen'}},
   ('POST', f'{ROOT}/adapters/{{adapter}}/undo'): {'json': {'to': 0}},
   ('GET', f'{ROOT}/adapters/{{adapter}}/versions'): {},
+  ('POST', f'{ROOT}/adapters/{{adapter}}/versions'): {
+    'content': b'PK',
+    'headers': {'Content-Type': 'application/zip'},
+  },
   ('GET', f'{ROOT}/adapters/{{adapter}}/versions/{{number}}'): {},
   ('GET', f'{ROOT}/adapters/{{adapter}}/versions/{{number}}/diff'): {'params': {'against': 0}},
   ('GET', f'{ROOT}/adapters/{{adapter}}/export'): {},

@@ -110,7 +110,7 @@ def zip_of(*entries):
   return content.getvalue()
 
 
-CONFIG, WEIGHTS = archives.KNOWN[:2]
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 
 
 def test_an_adapter_travels_as_a_zip_also_in_a_folder():
@@ -132,7 +132,8 @@ def test_an_adapter_travels_as_a_zip_also_in_a_folder():
     (zip_of(('../' + CONFIG, b'{}')), InvalidRequest, None),
     (zip_of(('/etc/passwd', b'{}')), InvalidRequest, 'nothing else'),
     (zip_of((f'a/b/{CONFIG}', b'{}')), InvalidRequest, 'nothing else'),
-    (zip_of(('optimizer.pt', b'\x80')), InvalidRequest, 'nothing else'),
+    (zip_of((CONFIG, b'{}'), ('optimizer.pt', b'\x80')), InvalidRequest, 'nothing else'),
+    (zip_of(('cartridge.json', b'{}'), (WEIGHTS, b'x')), InvalidRequest, 'nothing else'),
     (zip_of((CONFIG, b'{}'), (f'x/{CONFIG}', b'{}')), InvalidRequest, 'twice'),
     (zip_of(*[(f'{number}', b'') for number in range(17)]), InvalidRequest, '17 files'),
     (zip_of((WEIGHTS, b'\0' * 2**26)), TooLarge, 'far larger than the zip'),
