@@ -160,3 +160,22 @@ def test_a_cartridge_is_no_adapter_and_an_adapter_no_cartridge(engine, model, tm
   with pytest.raises(UserError, match='serves none'):
     without.restore('one@0', cartridge(3, 0))
   assert SETTINGS.cartridges == 0
+
+
+@pytest.mark.slow
+def test_eight_cartridges_in_one_batch_are_each_read_as_alone(model, tmp_path):
+  """Eight rows read each, beside rows that read none, from prompts of all lengths."""
+  more = dict(adapters=1, rows=72, cartridges=8, cartridge_slots=12, decode_chunk=4)
+  engine = start(model, tmp_path, **more)
+  for seed in range(8):
+    engine.restore(f'{seed}@0', cartridge(12 - seed, seed)) if seed else engine.restore('8@0', cartridge(12, 0))
+  names = ['8@0', *(f'{seed}@0' for seed in range(1, 8))]
+  prompts = {name: [5 + at] * (1 + at) for at, name in enumerate(names)}
+  handles = [ask(engine, BASE, Composition((name,)), prompts[name], n=8) for name in names]
+  handles.append(ask(engine, BASE, None, [9, 8, 7], n=8))
+  engine.turn()
+  assert engine._resident._queue.left == 0  # noqa: SLF001 (All are under way at once.)
+  for name, found in zip(names, run(engine, *handles), strict=False):
+    expected = alone(model, engine.arrays(name), prompts[name])
+    for done in found:
+      assert_same([done], expected[:1])

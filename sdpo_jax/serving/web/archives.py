@@ -13,7 +13,7 @@ from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 PEFT = frozenset({'adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json'})
 CARTRIDGE = frozenset({'cartridge.json', 'cartridge.safetensors', 'cartridge.pt', 'config.yaml'})
 _TORCH = '.pt'  # The end of a cartridge's name in the published format, which becomes cartridge.pt.
-_CARD = 'README.md'
+_BESIDE = frozenset({'README.md', 'SHA256SUMS'})  # What exports have beside.
 _RATIO = 20  # The largest expansion of a zip that is read; LoRA factors are hardly compressible.
 _SLACK = 2**20  # Additional bytes, for small files.
 _MOST = 16  # Files in a zip.
@@ -53,7 +53,7 @@ def _read(archive: zipfile.ZipFile, limit: int) -> dict[str, bytes]:
   for entry in entries:
     *folder, name = entry.filename.replace('\\', '/').split('/')
     name = f'cartridge{_TORCH}' if name.endswith(_TORCH) else name
-    both = {name, *files} - {_CARD}
+    both = {name, *files} - _BESIDE
     if len(folder) > 1 or not (both <= PEFT or both <= CARTRIDGE):
       raise InvalidRequest(
         f'The zip holds {printable(entry.filename)!r}: send adapter_config.json and adapter_model.safetensors and '
