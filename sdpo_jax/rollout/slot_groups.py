@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 
 import numpy as np
@@ -39,17 +40,22 @@ class SlotGroups:
     }
 
   def best(self, free: list[int], cartridge: int) -> list[int]:
-    """Return the indices in `free` of the slots for a sample that reads a cartridge, of those that suit it best."""
+    """Return the indices in `free` of the slots for a sample that reads a cartridge, the best ones in order.
+
+    These are in groups that read it already or, if there are none, in those with most room. Samples without a cartridge
+    get the last slots first, so that they leave whole groups.
+    """
     if cartridge == NO_MEMBER:
-      return list(range(len(free)))
+      return list(range(len(free)))[::-1]
     groups = [slot // self._size for slot in free]
+    room = collections.Counter(groups)
     fitting = [
-      (self._reads[group] != cartridge, at)
+      ((self._reads[group] != cartridge) * (1 + self._size - room[group]), at)
       for at, group in enumerate(groups)
       if self._reads[group] in (NO_MEMBER, cartridge) and self._reserved.get(group, cartridge) == cartridge
     ]
-    least = min((fresh for fresh, _ in fitting), default=False)
-    return [at for fresh, at in fitting if fresh == least]
+    least = min((badness for badness, _ in fitting), default=0)
+    return [at for badness, at in fitting if badness == least]
 
   def give(self, slot: int, cartridge: int) -> None:
     """Note that a sample that reads a cartridge gets a slot."""

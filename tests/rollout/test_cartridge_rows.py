@@ -185,7 +185,8 @@ class TestSlotGroups:
     assert groups.best(free, 5) == [0]
     assert groups.best([2, 3, 5], 5) == [0, 1]
     assert groups.best(free, 7) == [1, 2]
-    assert groups.best(free, NO_MEMBER) == [0, 1, 2, 3]
+    assert groups.best([0, 3, 4, 5], 7) == [1]
+    assert groups.best(free, NO_MEMBER) == [3, 2, 1, 0]
     groups.give(2, 7)
     assert groups.best([1, 3, 5], 8) == []
 
