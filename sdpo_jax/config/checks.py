@@ -13,6 +13,7 @@ import re
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.conditions import refuse_unread
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, fields_of, is_number
+from sdpo_jax.config.locations import paths
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
 import sdpo_jax.config.schema as schema
@@ -104,7 +105,7 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 def _check_cartridge(config: schema.Sections, trains: bool) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  tokens = cartridge.tokens
+  tokens, documents = cartridge.tokens, paths(cartridge.document)
   if not cartridge.used:
     return
   _require(
@@ -123,7 +124,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
       'file, or another initializer.',
     )
   _require(
-    not trains or ',' not in cartridge.path,
+    not trains or len(paths(cartridge.path)) == 1,
     f'model.cartridge.path={cartridge.path} names several cartridges, and a run trains one: name one there, and the '
     'others in model.cartridge.distractors.',
   )
@@ -133,7 +134,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     'launch.evaluate.',
   )
   _require(
-    not cartridge.distractors or len(cartridge.distractors) >= cartridge.document.count(','),
+    not cartridge.distractors or len(cartridge.distractors) >= len(documents) - 1,
     'model.cartridge.distractors must begin with a cartridge for each document of model.cartridge.document but the '
     'first.',
   )
@@ -154,7 +155,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     "teacher_context to 'prompt'.",
   )
   _require(
-    cartridge.teacher_scope == 'chunk' or ',' not in cartridge.document,
+    cartridge.teacher_scope == 'chunk' or len(documents) == 1,
     f'model.cartridge.document={cartridge.document} names several files, and the teacher reads one of them only with '
     "teacher_scope='chunk': set it, or join the files.",
   )

@@ -10,6 +10,7 @@ import os
 import jax.numpy as jnp
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.locations import paths
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, document_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP
@@ -17,7 +18,6 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
 from sdpo_jax.models import huggingface, model_files
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
-from sdpo_jax.models.adapters.named_cartridges import paths
 from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.training.specs import chat_format
