@@ -178,8 +178,7 @@ def _check_writer(config: schema.Sections) -> None:
   actor, sd, written = config.actor, config.actor.self_distillation, f'rollout.sampled_by={writer!r}'
   _require(
     config.model.cartridge.used,
-    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave '
-    "sampled_by at 'student'.",
+    f"{written} is only for cartridges: set model.cartridge.tokens, or leave sampled_by at 'student'.",
   )
   _require(
     actor.policy_loss.loss_mode == 'sdpo',
@@ -188,13 +187,13 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
-    f"{written} needs a teacher that reads the student's prompts and stays as it is: set "
-    f"{_DISTILLATION}.teacher_context to 'prompt' and teacher_regularization to 'base'.",
+    f"{written} {'holds log-probs of' if writer == 'data' else 'needs'} a teacher that reads the student's prompts and "
+    f"stays as it is: set {_DISTILLATION}.teacher_context to 'prompt' and teacher_regularization to 'base'.",
   )
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
-    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
-    'would undo that the student does not draw the tokens; set rollout_is to None.',
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler of '
+    'the student, which does not draw the tokens; set rollout_is to None.',
   )
   _require(
     not actor.kl_loss_coef,
@@ -203,8 +202,8 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the writer is the same in all steps; set steps_off '
-    'to 0.',
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: only what the student samples depends on the step; '
+    'set steps_off to 0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(
