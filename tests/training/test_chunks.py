@@ -17,6 +17,7 @@ from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.models import parameters
 from sdpo_jax.planner.document import tokens as planned_tokens
 from sdpo_jax.training import chunk_bank, documents, loop, step
 from sdpo_jax.training.opening import load_tokenizer
@@ -81,6 +82,8 @@ def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh,
   session, state = opened(config, tmp_path)
   bank = session.teacher.policy.adapter
   assert (bank.member_slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
+  alone = parameters.count(session.policy.base_policy().parameter_table())
+  assert session.teacher_flops_per_token == session.flops_per_token == session.update_flops_per_token / 2 == 2 * alone
   examples = training_questions(config, session.tokenizer).questions
   graded, batch = graded_batch(session, state, examples)
   reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
