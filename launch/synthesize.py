@@ -52,7 +52,7 @@ SEED_TYPES = flags.DEFINE_list(
 SEED_WEIGHTS = flags.DEFINE_list(
   'seed_weights', [], 'How often each is drawn, relative to the others; equally if unset.'
 )
-flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1)
+flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window, if not --windows.', 1)
 flags.DEFINE_integer('max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1)
 flags.DEFINE_integer(
   'windows', None, 'Number of different windows, of --max_window tokens each and evenly spaced; any if unset.', 1

@@ -88,7 +88,9 @@ class SynthesisOptions:
       raise UserError(
         f'--per_window={self.per_window} is more than the {ROUND} messages that are drawn at once: lower it.'
       )
-    if self.min_window > self.max_window:
+    if self.windows is not None and self.min_window != SynthesisOptions.min_window:
+      raise UserError(f'--min_window={self.min_window} has no effect with --windows of --max_window tokens: omit it.')
+    if self.windows is None and self.min_window > self.max_window:
       raise UserError(f'--min_window={self.min_window} is more than --max_window={self.max_window}: lower it.')
 
 

@@ -421,6 +421,7 @@ def test_a_run_trains_on_a_pool_and_logs_each_seed_type(made, config, tmp_path):
     ({'temperature': float('nan')}, '--temperature=nan must be a finite number'),
     ({'per_window': 513}, '--per_window=513 is more than the 512 messages'),
     ({'min_window': 61}, '--min_window=61 is more than --max_window=60'),
+    ({'windows': 3}, '--min_window=20 has no effect with --windows'),
     (
       {'max_tokens': 1800},
       r'a passage of 60 tokens, .* the 2048 positions \(max_position_embeddings\) of the model: lower',
