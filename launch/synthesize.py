@@ -6,7 +6,7 @@
 The model of the config, without the config's cartridge or adapter, reads a random window of the document, as a system
 message where the chat template has one, and a request of a random seed type, and writes what a user might ask: see
 docs/cartridges.md. The file has rows as runs read them, with the environment `none`, the seed type as their data source
-(`dataset`), and the window (`window_start`, `window_end`, tokens of the document).
+(`dataset`), and the window (`window_start`, `window_end`, tokens of the document, and `window_digest` of its text).
 
   structuring    asks for a part as JSON, YAML, TOML, INI, XML or plain text, with exact names, dates and numbers
   summarization  asks for a summary of a part that it names
