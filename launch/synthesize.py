@@ -6,7 +6,7 @@
 The model of the config, without the config's cartridge or adapter, reads a random window of the document, as a system
 message where the chat template has one, and a request of a random seed type, and writes what a user might ask: see
 docs/cartridges.md. The file has rows as runs read them, with the environment `none`, the seed type as their data source
-(`dataset`), and the window (`window_start`, `window_end`, tokens of the document).
+(`dataset`), and the window (`window_start`, `window_end`, tokens of the document, and `window_digest` of its text).
 
   structuring    asks for a part as JSON, YAML, TOML, INI, XML or plain text, with exact names, dates and numbers
   summarization  asks for a summary of a part that it names
@@ -52,7 +52,7 @@ SEED_TYPES = flags.DEFINE_list(
 SEED_WEIGHTS = flags.DEFINE_list(
   'seed_weights', [], 'How often each is drawn, relative to the others; equally if unset.'
 )
-flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window of the document.', lower_bound=1)
+flags.DEFINE_integer('min_window', DEFAULTS.min_window, 'Tokens of the shortest window, if not --windows.', 1)
 flags.DEFINE_integer('max_window', DEFAULTS.max_window, 'Tokens of the longest window of the document.', lower_bound=1)
 flags.DEFINE_integer(
   'windows', None, 'Number of different windows, of --max_window tokens each and evenly spaced; any if unset.', 1

@@ -10,8 +10,11 @@ from sdpo_jax.models.policy import Policy
 
 
 def forward_flops_per_token(table: parameters.Table) -> float:
-  """Return the FLOPs of a forward pass per token by the rule of thumb: 2 per parameter, without attention scores."""
-  return 2.0 * parameters.count(table)
+  """Return the FLOPs of a forward pass per token by the rule of thumb: 2 per parameter, without attention scores.
+
+  So slots of a prefix, whose keys only give scores, count for nothing.
+  """
+  return 2.0 * parameters.count(tuple(p for p in table if not slot_names.is_slots(p)))
 
 
 def update_flops_per_token(table: parameters.Table) -> float:

@@ -163,9 +163,11 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
     return None if slots is None else KVPrefix(slots, frozen, within_windows)
   others = [named_cartridges.describe(path).prefix for path in config.distractors]
   if len({other.slots for other in others}) > 1 or within_windows or any(other.within_windows for other in others):
+    each = [*zip(config.distractors, others, strict=True), ('the trained one', KVPrefix(slots, frozen, within_windows))]
+    has = ', '.join(f'{p.slots} {"windowed" if p.within_windows else "visible"} slots in {name}' for name, p in each)
     raise UserError(
-      'model.cartridge.distractors must have the same number of slots, and all cartridges '
-      f"sliding_window='visible'; theirs are {', '.join(str(other.slots) for other in others)}."
+      'model.cartridge.distractors must have equally many slots, and they and the trained cartridge '
+      f"sliding_window='visible', but there are {has}: leave out what differs, or train it again."
     )
   at_once = min(config.max_distractors, len(others))
   return KVPrefix(slots, frozen, members=len(others), member_slots=others[0].slots, at_once=at_once)

@@ -134,6 +134,11 @@ class KVPrefix:
     return (*own, *bank, row(FILLED, (self.members,), (None,), frozen=True, compute=False))
 
 
+def without_bank(table: Table) -> Table:
+  """Return the parameters of a model and its own slots, without those that a bank holds."""
+  return tuple(row for row in table if row.name.removeprefix('layers.') not in (BANK_KEY, BANK_VALUE, FILLED))
+
+
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:
   """Return the keys, rotated by positions 0 … N − 1, and values of a text, [L, KV, N, head_dim] each.
 

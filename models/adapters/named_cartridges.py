@@ -10,6 +10,7 @@ import pathlib
 
 from etils import epath
 
+from sdpo_jax.config.locations import paths
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import check_file, is_local
 from sdpo_jax.models import checksums, directories, remote_files
@@ -22,11 +23,6 @@ from sdpo_jax.models.architecture import Architecture
 SETTING = 'model.cartridge.path'
 _FILES = (cartridge_files.MANIFEST, cartridge_files.TENSORS, published_cartridges.CONFIG, '*.pt')
 _logger = logging.getLogger('sdpo_jax.models')
-
-
-def paths(setting: str | os.PathLike) -> list[str]:
-  """Return the paths that a setting names, divided by commas."""
-  return [path.strip() for path in os.fspath(setting).split(',')]
 
 
 def describe(path: str | os.PathLike) -> Description:

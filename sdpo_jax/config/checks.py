@@ -13,6 +13,7 @@ import re
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.conditions import refuse_unread
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, fields_of, is_number
+from sdpo_jax.config.locations import paths
 from sdpo_jax.config.ranges import check_ranges
 import sdpo_jax.config.rewards as rewards
 import sdpo_jax.config.schema as schema
@@ -104,7 +105,7 @@ def _check_model(model: schema.ModelConfig) -> None:
 
 def _check_cartridge(config: schema.Sections, trains: bool) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
-  tokens = cartridge.tokens
+  tokens, documents = cartridge.tokens, paths(cartridge.document)
   if not cartridge.used:
     return
   _require(
@@ -123,7 +124,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
       'file, or another initializer.',
     )
   _require(
-    not trains or ',' not in cartridge.path,
+    not trains or len(paths(cartridge.path)) == 1,
     f'model.cartridge.path={cartridge.path} names several cartridges, and a run trains one: name one there, and the '
     'others in model.cartridge.distractors.',
   )
@@ -133,7 +134,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     'launch.evaluate.',
   )
   _require(
-    not cartridge.distractors or len(cartridge.distractors) >= cartridge.document.count(','),
+    not cartridge.distractors or len(cartridge.distractors) >= len(documents) - 1,
     'model.cartridge.distractors must begin with a cartridge for each document of model.cartridge.document but the '
     'first.',
   )
@@ -154,7 +155,7 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     "teacher_context to 'prompt'.",
   )
   _require(
-    cartridge.teacher_scope == 'chunk' or ',' not in cartridge.document,
+    cartridge.teacher_scope == 'chunk' or len(documents) == 1,
     f'model.cartridge.document={cartridge.document} names several files, and the teacher reads one of them only with '
     "teacher_scope='chunk': set it, or join the files.",
   )
@@ -177,8 +178,7 @@ def _check_writer(config: schema.Sections) -> None:
   actor, sd, written = config.actor, config.actor.self_distillation, f'rollout.sampled_by={writer!r}'
   _require(
     config.model.cartridge.used,
-    f'{written} is only for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave '
-    "sampled_by at 'student'.",
+    f"{written} is only for cartridges: set model.cartridge.tokens, or leave sampled_by at 'student'.",
   )
   _require(
     actor.policy_loss.loss_mode == 'sdpo',
@@ -187,13 +187,13 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
-    f"{written} needs a teacher that reads the student's prompts and stays as it is: set "
-    f"{_DISTILLATION}.teacher_context to 'prompt' and teacher_regularization to 'base'.",
+    f"{written} {'holds log-probs of' if writer == 'data' else 'needs'} a teacher that reads the student's prompts and "
+    f"stays as it is: set {_DISTILLATION}.teacher_context to 'prompt' and teacher_regularization to 'base'.",
   )
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
-    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler, and '
-    'would undo that the student does not draw the tokens; set rollout_is to None.',
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights correct for rounding in the sampler of '
+    'the student, which does not draw the tokens; set rollout_is to None.',
   )
   _require(
     not actor.kl_loss_coef,
@@ -202,8 +202,8 @@ def _check_writer(config: schema.Sections) -> None:
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the writer is the same in all steps; set steps_off '
-    'to 0.',
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: only what the student samples depends on the step; '
+    'set steps_off to 0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(

@@ -87,9 +87,9 @@ _SLOTS = _set('model.cartridge.tokens'), _set('model.cartridge.path')
 _CARTRIDGE = _any(*_SLOTS, otherwise='without a cartridge: set model.cartridge.tokens')
 _SHOWN, _FAILED = _set('include_demonstration'), _set('include_failed_attempt')
 _SAID = _set('include_environment_feedback')
-_ASKED = _set('rollout.sampled_by', 'student', 'teacher')
-_TEACHES = _all(_SDPO, _TAUGHT, _ASKED, otherwise="as no teacher reads it: set actor.policy_loss.loss_mode to 'sdpo'")
-_BEGINS = _set('model.cartridge.initializer', 'document'), _off('model.cartridge.path', '')
+_ASKED = _set('rollout.sampled_by', 'student', 'teacher', note=', whose log-probs are stored')
+_TEACHES = _SDPO, _TAUGHT, _ASKED
+_BEGINS = _all(_set('model.cartridge.initializer', 'document'), _off('model.cartridge.path', ''))
 _STEP = 'actor.ppo_mini_batch_size'
 _ONE_STEP = 'with one optimizer step per generation batch, in which the ratio is 1: lower actor.ppo_mini_batch_size'
 _SEVERAL = Condition(lambda v: v[_STEP] != v['data.train_batch_size'] or v['actor.ppo_epochs'] > 1, _ONE_STEP)
@@ -175,8 +175,8 @@ ANNOUNCED: Table = (
   (_GRADIENT, _CLIPS + ' actor.policy_loss.norm_adv_by_std_in_grpo'),
   # A gradient at a bound of 0 is another one than inside it.
   (_any(_SEVERAL, *(_set(name, 0) for name in _CLIPS.split()), otherwise=_ONE_STEP), _CLIPS),
-  (_any(_TEACHES, _all(*_BEGINS), otherwise=_TEACHES.otherwise), 'model.cartridge.document'),
-  (_TEACHES, _of('model.cartridge', 'divide_document teacher_scope max_chunk chunks_held')),
+  *((each._replace(holds=_any(each, _BEGINS, otherwise='').holds), 'model.cartridge.document') for each in _TEACHES),
+  *((each, _of('model.cartridge', 'divide_document teacher_scope max_chunk chunks_held')) for each in _TEACHES),
   (_set('actor.kl_loss_coef'), 'actor.kl_loss_type'),
   (_set('actor.loss_agg_mode', 'seq-mean-token-sum-norm'), 'actor.loss_scale_factor'),
   (_set('algorithm.rollout_correction.rollout_is', 'token'), 'algorithm.rollout_correction'),

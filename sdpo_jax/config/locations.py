@@ -38,6 +38,12 @@ def model_path(path: str, config_file: pathlib.Path) -> str:
   return beside(str(config_file), path) if (config_file.parent / path).is_dir() else path
 
 
+def paths(setting: str | os.PathLike) -> list[str]:
+  """Return the paths that a setting names, divided by commas; a local path with commas that exists is one."""
+  given = os.fspath(setting)
+  return [given] if os.path.exists(os.path.expanduser(given)) else [path.strip() for path in given.split(',')]
+
+
 def shipped_folder() -> pathlib.Path:
   """Return the folder with the configs and models of this installation."""
   return pathlib.Path(importlib.util.find_spec('sdpo_jax.configs').origin).resolve().parent

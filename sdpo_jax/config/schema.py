@@ -67,7 +67,8 @@ class CartridgeConfig:
   document: str = setting(
     '',
     "Text file, local or gs://…, that the teacher reads before every prompt: as the system message if the model's "
-    'chat template supports one, otherwise as plain text. Several are divided by commas.',
+    'chat template supports one, otherwise as plain text. Several are divided by commas '
+    '(a local path with commas that exists is one).',
   )
   teacher_scope: Literal['full', 'chunk'] = setting(
     'full',
@@ -104,7 +105,7 @@ class CartridgeConfig:
     '',
     'Cartridge to start from: a directory, local or gs://…, of launch.export or published, a .pt file, or a name on '
     'the hub. It brings its own num_frozen_tokens, sliding_window and number of slots. Empty: a new cartridge. '
-    'Several, divided by commas, are composed; they are not trained.',
+    'Several, divided as in document, are composed; they are not trained.',
   )
   positions: Literal['overlap', 'sequential'] = setting(
     'overlap',

@@ -7,6 +7,7 @@ a few seed types, so that the prompts ask about the passage in different ways.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import hashlib
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS
 from sdpo_jax.types import Messages
 
+# Maximum number of tokens that a passage has more by itself than in the document, where its words may split otherwise.
+SPARE = 64
 FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')
 _FORMAT = '{format}'
 # End of every request: the message is answered without the passage, and used exactly as it is written.
@@ -124,7 +127,9 @@ class Document:
         'be cut out: save it as tokenizer.json.'
       )
     encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
-    self._text, self._places = text, np.asarray(encoded['offset_mapping'], np.int64).reshape(-1, 2)  # [N, 2].
+    self._text, self._places = text, np.asarray(encoded['offset_mapping'], '<i8').reshape(-1, 2)  # [N, 2].
+    # Equal for documents whose windows are of the same text.
+    self.digest = hashlib.sha256(text.encode() + self._places.tobytes()).hexdigest()[:16]
 
   def __len__(self) -> int:
     """Return the number of tokens."""

@@ -14,6 +14,7 @@ import jax
 
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.config.fields import flatten, is_listed
+from sdpo_jax.config.locations import paths
 from sdpo_jax.config.overrides import from_dict
 from sdpo_jax.config.privacy import public_place
 from sdpo_jax.config.schema import BESIDE_SLOTS
@@ -207,7 +208,7 @@ class RunOrModel:
       raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
     if adapter is not None and cartridge is not None:
       raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
-    if self.positions != 'overlap' and ',' not in (cartridge or ''):
+    if self.positions != 'overlap' and len(paths(cartridge or '')) == 1:
       raise UserError(f'--positions={self.positions} is about several cartridges: name them as --cartridge=A,B.')
     for flag, given, kinds in (('adapter', adapter, 'directory'), ('cartridge', cartridge, 'directory, a .pt file')):
       if given == '':
@@ -368,8 +369,8 @@ def _other_document(config: Config, session: Session, source: RunOrModel) -> str
     source: where the cartridge is from.
   """
   document, slots = config.model.cartridge.document, session.config.model.cartridge
-  if not document or not slots.used or ',' in slots.path + document:  # One of several texts may be that one.
-    return None
+  if not document or not slots.used or len(paths(slots.path)) + len(paths(document)) > 2:
+    return None  # One of several texts may be that one.
   workdir = source.workdir
   if workdir is not None:
     taught = fingerprint.trained_document(workdir, newest(workdir) if source.step is None else source.step)

@@ -40,7 +40,6 @@ from sdpo_jax.types import Messages, Tree
 
 ROUND = 512  # Messages drawn between writes of kept messages.
 GIVE_UP = 4  # A pool ends incomplete after this multiple of the requested messages was drawn.
-SPARE = 64  # Extra tokens of a passage in a prompt, where words may split differently than in the document.
 BUCKETS = (64, 128, 256, 512)  # Padded lengths of prompts in tokens; after the last one, its multiples.
 
 
@@ -88,7 +87,9 @@ class SynthesisOptions:
       raise UserError(
         f'--per_window={self.per_window} is more than the {ROUND} messages that are drawn at once: lower it.'
       )
-    if self.min_window > self.max_window:
+    if self.windows is not None and self.min_window != SynthesisOptions.min_window:
+      raise UserError(f'--min_window={self.min_window} has no effect with --windows of --max_window tokens: omit it.')
+    if self.windows is None and self.min_window > self.max_window:
       raise UserError(f'--min_window={self.min_window} is more than --max_window={self.max_window}: lower it.')
 
 
@@ -143,11 +144,11 @@ class Asker:
     requests = self_study.longest_requests(options.seed_types)
     frames = chat_tokens(tokenizer, [self._conversation('', request) for request in requests], chat)
     frame, window = max(map(len, frames)), min(options.max_window, len(document))
-    self.limit = frame + window + SPARE  # Tokens of a prompt.
+    self.limit = frame + window + self_study.SPARE  # Tokens of a prompt.
     if positions is not None and self.limit + options.max_tokens > positions:
       raise UserError(
         f'--max_window={options.max_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a '
-        f'request about it ({frame + SPARE}) and the message are more than the {positions} positions '
+        f'request about it ({frame + self_study.SPARE}) and the message are more than the {positions} positions '
         '(max_position_embeddings) of the model: lower one of them.'
       )
 
@@ -176,9 +177,9 @@ class Asker:
 class Pool:
   """The messages that have been kept so far, and the number of dropped ones by reason."""
 
-  def __init__(self, is_short: Callable[[str], bool], document: str):
-    """Make an empty pool of messages about a file; `is_short` tells whether a message fits a prompt."""
-    self._is_short, self._document = is_short, document
+  def __init__(self, is_short: Callable[[str], bool], document: str, digest: str):
+    """Make an empty pool of messages about a file with a digest; `is_short` tells whether a message fits a prompt."""
+    self._is_short, self._document, self._digest = is_short, document, digest
     self._seen: set[str] = set()
     self.rows: list[Row] = []
     self.drawn = 0
@@ -218,6 +219,7 @@ class Pool:
           'window_start': ask.window[0],
           'window_end': ask.window[1],
           'document': self._document,  # For runs on several.
+          'window_digest': self._digest,
         }
       )
     return Round(rows, len(messages), dict(dropped))
@@ -341,7 +343,7 @@ def synthesize(
     left = file.rounds(overwrite)
   left = gathered(left, 'what is left of an interrupted command')[0]
   is_short = functools.partial(_fits, tokenizer, limit=config.data.max_prompt_length, chat=as_asked)
-  pool = Pool(is_short, os.path.basename(document))
+  pool = Pool(is_short, os.path.basename(document), passages.digest)
   for result in left:
     pool.extend(result)
   if left:

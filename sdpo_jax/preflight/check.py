@@ -21,6 +21,7 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.known_metrics import check_best_metric
 from sdpo_jax.models import huggingface, model_files
 from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters.kv_prefix import without_bank
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.preflight import grader_trials, memory, prompt_lengths
 from sdpo_jax.preflight.doubtful_settings import odd_settings
@@ -168,7 +169,7 @@ def _graders(example: Example) -> frozenset[str]:
 def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: int) -> tuple[str, list[str]]:
   table = policy.parameter_table()
   device = mesh.devices.flat[0]
-  count, learned = map(parameter_tables.count, (table, parameter_tables.trainable(table)))
+  count, learned = map(parameter_tables.count, (without_bank(table), parameter_tables.trainable(table)))
   axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
   found = memory.estimate(config, policy, mesh, document)
   room = memory.of_device(device)

@@ -1,9 +1,10 @@
 """A teacher that reads a part of a long text before each prompt: the chunk that the prompt was written about.
 
 Rows of prompts name their chunk as `window_start` and `window_end`, its first token and its end among those of the
-document's text, as `launch.synthesize` writes them, and with several documents the file as `document`. Keys and values
-of some chunks are held on the devices as a bank (`kv_prefix`), and those that a batch asks for and that are missing
-replace the chunks that have not been used for the longest time.
+document's text, as `launch.synthesize` writes them, and with several documents the file as `document`; by a
+`window_digest`, another text or tokenizer than theirs is noticed. Keys and values of some chunks are held on the
+devices as a bank (`kv_prefix`), and those that a batch asks for and that are missing replace the chunks that have not
+been used for the longest time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.data.self_study import Document
+from sdpo_jax.config.locations import paths
+from sdpo_jax.data.self_study import SPARE, Document
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.models.adapters import kv_prefix
-from sdpo_jax.models.adapters.named_cartridges import paths
 from sdpo_jax.models.chat_template import PROBE
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.rollout.weights import base_preparation
@@ -53,7 +54,8 @@ class Chunks:
         'their names: rename one.'
       )
     whole = documents.tokens_before(config, tokenizer, PROBE, documents.SECTION)
-    self._frame = len(whole) - len(tokenizer.encode(PROBE, add_special_tokens=False))
+    # Number of tokens around a chunk.
+    self.frame = len(whole) - len(tokenizer.encode(PROBE, add_special_tokens=False))
 
   def _document(self, file: str) -> Document:
     if file not in self._documents:
@@ -67,7 +69,7 @@ class Chunks:
     Raises:
       UserError: the row does not name one, or it is longer than `max_chunk` allows.
     """
-    origin, cartridge = example.extra.get('origin', example.id), self._config.model.cartridge
+    origin, cartridge = _origin(example), self._config.model.cartridge
     file, name = self.files[0], example.columns.get('document')
     if len(self.files) > 1:
       if name not in self._by_name:
@@ -76,27 +78,36 @@ class Chunks:
           f'must be {" or ".join(self._by_name)}.'
         )
       file = self._by_name[name]
-    window = tuple(example.columns.get(field) for field in FIELDS)
+    # CSV files hold strings.
+    window = tuple(int(field) if str(field).isdecimal() else field for field in map(example.columns.get, FIELDS))
     if not all(isinstance(number, int) for number in window):
       raise UserError(
         f"{origin}: fields 'window_start' and 'window_end' are {short_repr(window)}, but {documents.SECTION}."
         "teacher_scope='chunk' teaches each prompt by these tokens of the document: let launch.synthesize write the "
         "prompts, add both fields, or set teacher_scope='full'."
       )
-    start, end = window
-    count = len(self._document(file))
-    if not 0 <= start < end <= count:
-      raise UserError(f'{origin}: the window from token {start} to {end} is not in {file}, which has {count} tokens.')
-    if end - start + self._frame > cartridge.max_chunk:
+    (start, end), document = window, self._document(file)
+    if (example.columns.get('window_digest') or document.digest) != document.digest:
       raise UserError(
-        f'{origin}: the window has {end - start} tokens, and {self._frame} around them: raise {documents.SECTION}.'
+        f'{origin}: the window was cut out of another text than {file}, or by another tokenizer (window_digest): let '
+        'launch.synthesize write the prompts again, or name the text and the model that they were written about.'
+      )
+    if not 0 <= start < end <= len(document):
+      raise UserError(f'{origin}: tokens {start} to {end}, its window, are not among the {len(document)} of {file}.')
+    if end - start + self.frame > cartridge.max_chunk:
+      raise UserError(
+        f'{origin}: the window has {end - start} tokens, and {self.frame} around them: raise {documents.SECTION}.'
         f'max_chunk={cartridge.max_chunk}, or write prompts with a smaller --max_window.'
       )
     return Chunk(file, start, end)
 
-  def tokens(self, chunk: Chunk) -> list[int]:
-    """Return the tokens of a chunk before a conversation; errors as in `documents.tokens_before`."""
-    where = f'{chunk.file}, tokens {chunk.start} to {chunk.end}'
+  def tokens(self, chunk: Chunk, origin: str) -> list[int]:
+    """Return the tokens of the chunk of a row before a conversation.
+
+    Raises:
+      UserError: there are more than `max_chunk`, or as in `documents.tokens_before`; the message names the row.
+    """
+    where = f'{origin}: {chunk.file}, tokens {chunk.start} to {chunk.end}'
     text = self._document(chunk.file).passage((chunk.start, chunk.end)).strip()
     tokens = documents.tokens_before(self._config, self._tokenizer, text, where)
     most = self._config.model.cartridge.max_chunk
@@ -105,19 +116,29 @@ class Chunks:
     return tokens
 
 
-def check(config: Config, tokenizer: Any, training: Sequence[Example], held_out: Sequence[Example]) -> None:
+def _origin(example: Example) -> str:
+  return example.extra.get('origin', example.id)
+
+
+def check(config: Config, tokenizer: Any, training: Sequence[Example], held_out: Sequence[Example]) -> Chunks | None:
   """Check that every question names its chunk, if the teacher reads one, and that it holds those of an evaluation.
+
+  Returns:
+    The chunks; None: the teacher reads none.
 
   Raises:
     UserError: as `ChunkBank.members`.
   """
   if config.model.cartridge.teacher_scope != 'chunk' or not objective_spec(config).reads_teacher:
-    return
-  chunks = Chunks(config, tokenizer)
-  for example in training:
-    chunks.of(example)
-  if config.trainer.test_divergence:
-    _check_room({chunks.of(example) for example in held_out}, len(held_out), documents.chunks_held(config))
+    return None
+  chunks, measured = Chunks(config, tokenizer), held_out if config.trainer.test_divergence else ()
+  asked = {chunks.of(example): _origin(example) for example in training}
+  evaluated = {chunks.of(example): _origin(example) for example in measured}
+  _check_room(evaluated, len(measured), documents.chunks_held(config))
+  for chunk, origin in (asked | evaluated).items():
+    if chunk.end - chunk.start + chunks.frame + SPARE > config.model.cartridge.max_chunk:
+      chunks.tokens(chunk, origin)
+  return chunks
 
 
 def _check_room(chunks: Collection[Chunk], questions: int, room: int) -> None:
@@ -159,7 +180,7 @@ class ChunkBank:
       UserError: there are more different chunks than places, or as in `Chunks`.
     """
     wanted = [self._chunks.of(example) for example in examples]
-    different, room = dict.fromkeys(wanted), self.policy.adapter.members
+    different, room = dict(zip(wanted, map(_origin, examples), strict=True)), self.policy.adapter.members
     _check_room(different, len(examples), room)
     kept = {chunk: place for chunk, place in self._places.items() if chunk not in different}
     known = {chunk: place for chunk, place in self._places.items() if chunk in different}
@@ -169,7 +190,7 @@ class ChunkBank:
       free.append(kept.pop(next(iter(kept))))
     placed = dict(zip(missing, free, strict=False))
     self._places = kept | known  # If reading fails, the other places are still right.
-    self._read({place: self._chunks.tokens(chunk) for chunk, place in placed.items()})
+    self._read({place: self._chunks.tokens(chunk, different[chunk]) for chunk, place in placed.items()})
     self._places |= placed
     return np.array([self._places[chunk] for chunk in wanted], np.int32)
 

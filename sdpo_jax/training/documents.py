@@ -10,6 +10,7 @@ import os
 import jax.numpy as jnp
 
 from sdpo_jax.config import Config
+from sdpo_jax.config.locations import paths
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, document_tokens
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP
@@ -17,7 +18,6 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
 from sdpo_jax.models import huggingface, model_files
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
-from sdpo_jax.models.adapters.named_cartridges import paths
 from sdpo_jax.models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from sdpo_jax.models.decoder import DecoderPolicy
 from sdpo_jax.training.specs import chat_format
@@ -120,12 +120,9 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
     policy: policy of the student or of the model alone, on its mesh.
     length: number of tokens of the document, from `read_at_once`.
   """
-  members = None
-  if config.model.cartridge.teacher_scope == 'chunk':
-    members = chunks_held(config)
   prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
-  if members is not None:
-    prefix = KVPrefix(0, 0, within_windows=True, members=members, member_slots=length)
+  if config.model.cartridge.teacher_scope == 'chunk':
+    prefix = KVPrefix(0, 0, within_windows=True, members=chunks_held(config), member_slots=length)
   if mesh is None or mesh.size == 1 or config.model.cartridge.divide_document is False:
     return prefix
   if config.model.cartridge.divide_document is None:
@@ -139,9 +136,9 @@ def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
 
 def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
   """Return the tokens of the file that a setting names, as placed before a conversation."""
-  named, found = getattr(config.model.cartridge, setting), []
+  named, found, whole = getattr(config.model.cartridge, setting), [], config.model.cartridge.teacher_scope == 'full'
   for file in paths(named) if setting == 'document' else [named]:
-    found += tokens_before(config, tokenizer, text_of(file, f'{SECTION}.{setting}'), file)
+    found += tokens_before(config, tokenizer, text_of(file, f'{SECTION}.{setting}'), file, followed=whole)
   return found
 
 
@@ -153,7 +150,7 @@ def text_of(file: str, setting: str) -> str:
   return text
 
 
-def tokens_before(config: Config, tokenizer: Tokenizer, text: str, file: str) -> list[int]:
+def tokens_before(config: Config, tokenizer: Tokenizer, text: str, file: str, *, followed: bool = True) -> list[int]:
   """Return the tokens of a text as placed before a conversation.
 
   Args:
@@ -161,14 +158,15 @@ def tokens_before(config: Config, tokenizer: Tokenizer, text: str, file: str) ->
     tokenizer: tokenizer of the model.
     text: the text.
     file: where it is from, for messages.
+    followed: whether the teacher reads questions behind all of it.
 
   Raises:
-    UserError: the chat template refuses the text, or no slots can replace it.
+    UserError: the chat template refuses the text, or it is followed and no slots can replace it.
   """
   chat = chat_format(config)
   try:
     tokens = document_tokens(tokenizer, text, chat)
-    split = _is_split(tokenizer, text, tokens, chat)
+    split = followed and _is_split(tokenizer, text, tokens, chat)
   except TEMPLATE_ERRORS as error:
     raise UserError(
       f"{file}: the model's chat template refuses it as a system message ({first_line(error)}): name another template "

@@ -189,13 +189,13 @@ def _steps_of(
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
   teaches = objective_spec(config).reads_teacher
   texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else None
-  chunk_bank.check(config, tokenizer, iterator.questions, held_out)
+  chunks = chunk_bank.check(config, tokenizer, iterator.questions, held_out)
   if teacher_model.is_used(config):
     teacher_model.check(config)
   if endpoint is not None:
     endpoint_teacher.check(endpoint, config, tokenizer)
   workdir = check_workdir(config, workdir, restart=restart)
-  parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
+  parts = fingerprint.take(config, tokenizer, iterator, held_out, graders, texts)
   continuation = fingerprint.compare(workdir, config, parts)
   # For messages that are the same on every process: only process 0 announces them.
   say = announce if jax.process_index() == 0 else lambda text: None
@@ -206,7 +206,7 @@ def _steps_of(
     stop.check()
     if continuation.step == 0:
       check_adapter(config)
-    session, parameters = make_session(config, workdir, tokenizer, texts=texts, teaches=True)
+    session, parameters = make_session(config, workdir, tokenizer, texts=texts, chunks=chunks, teaches=True)
     session.endpoint, session.feedback_endpoint = endpoint, writer
     stop.check()
     table = session.policy.parameter_table()

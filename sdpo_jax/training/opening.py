@@ -128,6 +128,7 @@ def make_session(
   workdir: epath.PathLike,
   tokenizer: Any = None,
   texts: Texts | None = None,
+  chunks: Chunks | None = None,
   teaches: bool = False,
   refit: bool = False,
 ) -> tuple[Session, Tree]:
@@ -138,6 +139,7 @@ def make_session(
     workdir: directory of the run.
     tokenizer: a tokenizer with a chat template; None: that of the model directory.
     texts: texts of a cartridge, if there is one; None: they are read as needed.
+    chunks: what the prompts ask about, as `chunk_bank.check` returns it; None: it is read as needed.
     teaches: whether a teacher is needed; then its document is read, or the separate teacher model is loaded.
     refit: as in `model_mesh`.
 
@@ -155,12 +157,12 @@ def make_session(
   mesh = model_mesh(config, described, refit=refit)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
   teacher: Teacher | None = None  # The model itself.
-  chunks: ChunkBank | None = None
+  bank: ChunkBank | None = None
   if config.model.cartridge.used:
     texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.reads_teacher)
     if texts.document is not None and config.model.cartridge.teacher_scope == 'chunk':
-      chunks = ChunkBank(config, policy, parameters, Chunks(config, tokenizer))
-      teacher = Teacher(chunks.policy, chunks.base, beside_student=True)
+      bank = ChunkBank(config, policy, parameters, chunks or Chunks(config, tokenizer))
+      teacher = Teacher(bank.policy, bank.base, beside_student=True)
     elif texts.document is not None:
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
@@ -191,7 +193,7 @@ def make_session(
     update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
     teachers_sampler=sampler(config, policy=reader.policy) if teacher is not None and writes else None,
-    chunks=chunks,
+    chunks=bank,
   )
   if feedback_writing.writes_itself(config):
     session.feedback_sampler = sampler(feedback_writing.sampler_settings(config), policy=policy)

@@ -19,6 +19,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.known_metrics import check_best_metric
 from sdpo_jax.models import parameters as parameter_tables
+from sdpo_jax.models.adapters.kv_prefix import without_bank
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.tables import counted
 from sdpo_jax.training import feedback_writing, teacher_model
@@ -71,7 +72,7 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
   platform = devices[0].platform + ('' if kind.lower() == devices[0].platform else f' ({kind})')
   axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
   processes = f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''
-  total = parameter_tables.count(table)
+  total = parameter_tables.count(without_bank(table))
   trains = '' if trained == total else f', {trained:,} of them trained'
   rows = 'generated' if train_rows is None else counted(train_rows, 'row')
   batch = f'{counted(config.data.train_batch_size, "question")} × {counted(config.rollout.n, "completion")} per step'
@@ -111,11 +112,11 @@ def _cartridge(session: Session) -> list[str]:
   prefix = session.policy.adapter if session.config.model.cartridge.used else None
   if prefix is None:
     return []
-  read = ''
+  read = f', beside up to {prefix.at_once} of {counted(prefix.members, "frozen cartridge")}' if prefix.members else ''
   if session.teacher is not None:
     teacher = session.teacher.policy.adapter
     chunks = '' if teacher.members is None else f' of a chunk, and {counted(teacher.members, "chunk")} are held'
-    read = f'; the teacher reads {counted(teacher.slots or teacher.member_slots, "token")}{chunks}'
+    read += f'; the teacher reads {counted(teacher.slots or teacher.member_slots, "token")}{chunks}'
   return [f'  cartridge  {counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
 
 

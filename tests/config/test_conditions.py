@@ -398,6 +398,11 @@ def test_every_setting_changes_what_a_run_is_built_from_or_a_sentence_says_that_
       {'environments.judge.model': 'm'},
       "environments.judge.model='m' has no effect with environments.judge.base_url='': change that, or leave it at ''.",
     ),
+    (
+      KINDS['stored answers'] | {'model.cartridge.document': 'd.txt'},
+      "model.cartridge.document='d.txt' has no effect with rollout.sampled_by='data', whose log-probs are stored: set "
+      "that to 'student' or 'teacher', or leave it at ''.",
+    ),
   ],
 )
 def test_what_is_said_of_a_setting_that_is_not_read(changes, sentence):

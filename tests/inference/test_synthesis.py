@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import dataclasses
 import json
 import os
+import re
 
 import jax
 import numpy as np
@@ -101,6 +102,19 @@ def test_windows_are_of_every_length_and_at_every_place(tokenizer):
   few = asker(tokenizer, dataclasses.replace(OPTIONS, windows=3, min_window=20, max_window=30))
   ends = len(TEXT.encode()) - 30
   assert {few.ask(0, at).window[0] for at in range(40)} == {0, ends // 2, ends}
+  SynthesisOptions(count=1, windows=3, max_window=30).check()  # Fewer than the usual --min_window.
+
+
+def test_documents_with_other_windows_have_other_digests(tokenizer):
+  class Words:
+    is_fast = True
+
+    def __call__(self, text, **_):
+      return {'offset_mapping': [word.span() for word in re.finditer('[a-z]+', text)]}
+
+  texts = 'one two', 'one  two', 'one too'
+  digests = [Document(text, by).digest for text in texts for by in (tokenizer, Words())]
+  assert len(set(digests)) == 6 and digests[0] == Document(texts[0], tokenizer).digest
 
 
 def test_a_passage_has_whole_characters_and_no_control_tokens(tokenizer):
@@ -183,7 +197,7 @@ def scripted(texts):
 
 def filled(tokenizer, texts, **changes):
   options = dataclasses.replace(OPTIONS, **changes)
-  pool = Pool(lambda text: len(text) <= 12, 'book.txt')
+  pool = Pool(lambda text: len(text) <= 12, 'book.txt', '')
   kept = []
   found = synthesis.fill(
     pool,
@@ -301,6 +315,7 @@ def test_a_model_writes_a_pool(made, config, tokenizer):
     number, sample = map(int, row['id'].split('-'))
     ask = own.ask(number, sample // OPTIONS.per_window)
     assert (row['dataset'], row['window_start'], row['window_end']) == (ask.seed_type, *ask.window)
+    assert row['window_digest'] == Document(TEXT, tokenizer).digest
   policy, parameters = huggingface.load(config.model.path, ModelConfig(dtype='float32'))  # Not frozen, on one device.
   stops = stop_token_ids(config, tokenizer)
   sampler = Sampler(policy, tokenizer, response_buckets=(6,), stop_token_ids=stops)
@@ -421,6 +436,7 @@ def test_a_run_trains_on_a_pool_and_logs_each_seed_type(made, config, tmp_path):
     ({'temperature': float('nan')}, '--temperature=nan must be a finite number'),
     ({'per_window': 513}, '--per_window=513 is more than the 512 messages'),
     ({'min_window': 61}, '--min_window=61 is more than --max_window=60'),
+    ({'windows': 3}, '--min_window=20 has no effect with --windows'),
     (
       {'max_tokens': 1800},
       r'a passage of 60 tokens, .* the 2048 positions \(max_position_embeddings\) of the model: lower',

@@ -17,6 +17,7 @@ from sdpo_jax.data.self_study import Document
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.models import parameters
 from sdpo_jax.planner.document import tokens as planned_tokens
 from sdpo_jax.training import chunk_bank, documents, loop, step
 from sdpo_jax.training.opening import load_tokenizer
@@ -81,6 +82,8 @@ def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh,
   session, state = opened(config, tmp_path)
   bank = session.teacher.policy.adapter
   assert (bank.member_slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
+  alone = parameters.count(session.policy.base_policy().parameter_table())
+  assert session.teacher_flops_per_token == session.flops_per_token == session.update_flops_per_token / 2 == 2 * alone
   examples = training_questions(config, session.tokenizer).questions
   graded, batch = graded_batch(session, state, examples)
   reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
@@ -109,9 +112,8 @@ def test_chunks_that_were_not_used_for_long_make_room(config, tmp_path, monkeypa
   session, _ = opened(changed(config, chunks_held=4), tmp_path)
   more = [dataclasses.replace(examples[0], columns=examples[0].columns | {'window_end': end}) for end in (15, 16, 17)]
   read = []
-  monkeypatch.setattr(
-    chunk_bank.Chunks, 'tokens', lambda self, chunk, of=chunk_bank.Chunks.tokens: read.append(chunk) or of(self, chunk)
-  )
+  tokens = chunk_bank.Chunks.tokens
+  monkeypatch.setattr(chunk_bank.Chunks, 'tokens', lambda self, *of: read.append(of) or tokens(self, *of))
   places = session.members(examples).tolist()
   assert places == [0, 1, 2, 2] and len(read) == 3
   assert session.members(examples[1:3]).tolist() == [1, 2] and len(read) == 3
@@ -160,10 +162,14 @@ def test_a_run_samples_learns_and_evaluates_with_chunks(config, tmp_path, monkey
 @pytest.mark.parametrize(
   ('row', 'says'),
   [
+    (
+      {'window_start': 0, 'window_end': 9, 'window_digest': '0' * 16},
+      'line 1: the window was cut out of another text than .*one.txt, or by another tokenizer',
+    ),
     ({}, r"rows.jsonl, line 1: .*'window_start' and 'window_end' are \(None, None\)"),
     ({'document': 'three.txt'}, "line 1: field 'document' is 'three.txt', .* one.txt or two.txt"),
-    ({'window_start': 3, 'window_end': 3}, 'window from token 3 to 3 is not in .*one.txt, which has'),
-    ({'window_start': 0, 'window_end': 10**6}, 'window from token 0 to 1000000 is not in'),
+    ({'window_start': 3, 'window_end': 3}, 'tokens 3 to 3, its window, are not among the 192 of .*one.txt'),
+    ({'window_start': 0, 'window_end': 10**6}, 'tokens 0 to 1000000, its window, are not among'),
     ({'window_start': 0, 'window_end': 40, 'max_chunk': 20}, 'has 40 tokens, and .* around them: raise .*max_chunk=20'),
   ],
 )
@@ -176,6 +182,74 @@ def test_faulty_windows_end_the_run_at_its_start(config, tmp_path, row, says):
   with pytest.raises(UserError, match=says):
     loop.train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
+
+
+def test_rows_with_a_digest_are_bound_to_their_text(config, tmp_path):
+  tokenizer = load_tokenizer(config)
+  row = {'prompt': 'Who?', 'window_start': 0, 'window_end': 9, 'window_digest': Document('One text.', tokenizer).digest}
+  (tmp_path / 'rows.jsonl').write_text(json.dumps(row))
+  data = dataclasses.replace(config.data, train_files=(str(tmp_path / 'rows.jsonl'),), train_batch_size=1)
+  config = changed(dataclasses.replace(config, data=data), document=str(tmp_path / 'text.txt'))
+  questions = training_questions(config, tokenizer).questions
+  (tmp_path / 'text.txt').write_text('One text.')
+  assert chunk_bank.check(config, tokenizer, questions, []).of(questions[0])[1:] == (0, 9)
+  (tmp_path / 'text.txt').write_text('Two texts.')
+  with pytest.raises(UserError, match='line 1: the window was cut out of another text'):
+    chunk_bank.check(config, tokenizer, questions, [])
+
+
+def test_a_window_that_has_more_tokens_by_itself_is_found_at_the_start(config, tmp_path):
+  """A character of two tokens is included whole."""
+  (tmp_path / 'text.txt').write_text('é' * 40)
+  (tmp_path / 'rows.jsonl').write_text('{"prompt": "Who?", "window_start": 1, "window_end": 39}\n' * 4)
+  data = dataclasses.replace(config.data, train_files=(str(tmp_path / 'rows.jsonl'),))
+  config = changed(dataclasses.replace(config, data=data), document=str(tmp_path / 'text.txt'))
+  frame = chunk_bank.Chunks(config, load_tokenizer(config)).frame
+  says = rf'rows.jsonl, line \d: .*text.txt, tokens 1 to 39, make {frame + 40} tokens by themselves: raise .*max_chunk='
+  with pytest.raises(UserError, match=says):
+    loop.train(changed(config, max_chunk=frame + 39), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
+def test_rows_of_csv_files_name_windows(config, tmp_path):
+  (tmp_path / 'rows.csv').write_text('prompt,document,window_start,window_end\nWho?,two.txt,3,25\n')
+  data = dataclasses.replace(config.data, train_files=(str(tmp_path / 'rows.csv'),), train_batch_size=1)
+  config, tokenizer = dataclasses.replace(config, data=data), load_tokenizer(config)
+  [question] = training_questions(config, tokenizer).questions
+  file, *window = chunk_bank.check(config, tokenizer, [question], []).of(question)
+  assert file.endswith('two.txt') and window == [3, 25]
+
+
+def test_a_document_whose_name_has_a_comma_is_one(config, tmp_path):
+  (tmp_path / 'salt, 1851.txt').write_text(TEXTS['one.txt'])
+  named = changed(config, document=str(tmp_path / 'salt, 1851.txt'), teacher_scope='full', max_chunk=4352).validate()
+  tokenizer = load_tokenizer(config)
+  assert documents.read_document(named, tokenizer) == document_tokens(tokenizer, TEXTS['one.txt'], ChatFormat())
+
+
+def test_each_document_is_tokenised_once_for_its_slots_and_once_for_its_windows(config, tmp_path, monkeypatch):
+  seen = []
+
+  def counted(module, name, text_of):
+    function = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: seen.append((name, text_of(*given))) or function(*given))
+
+  class Opened(Exception):
+    pass
+
+  def opening(*given, **settings):
+    loop_opens(*given, **settings)
+    raise Opened
+
+  loop_opens = loop.make_session
+  monkeypatch.setattr(loop, 'make_session', opening)
+  counted(documents, 'document_tokens', lambda tokenizer, text, chat: text)
+  counted(documents, 'chat_tokens', lambda tokenizer, conversations, chat: conversations[0][0]['content'])
+  counted(chunk_bank, 'Document', lambda text, tokenizer: text)
+  with pytest.raises(Opened):
+    loop.train(config, tmp_path / 'run')
+  for text in TEXTS.values():
+    assert sorted(name for name, given in seen if given == text) == ['Document', 'document_tokens']
 
 
 def test_an_evaluation_that_asks_about_too_many_chunks_is_refused_at_the_start(config, tmp_path):

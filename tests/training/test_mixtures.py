@@ -13,11 +13,13 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
+from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.models.adapters import cartridge_files, kv_prefix, named_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge
 from sdpo_jax.models.adapters.composition import composed
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
-from sdpo_jax.training import cartridges, loop, step
+from sdpo_jax.preflight.check import check
+from sdpo_jax.training import cartridges, loop, startup, step
 from sdpo_jax.training.mixtures import mixtures
 from tests.models.adapters.prefixed_models import logits, with_prefix
 from tests.training.cartridge_runs import (
@@ -54,6 +56,13 @@ def test_rows_learn_beside_the_cartridges_that_are_drawn(config, tmp_path, monke
   config = changed(config, mesh)
   session, state = opened(config, tmp_path)
   assert session.policy.adapter == KVPrefix(16, 1, members=2, member_slots=16, at_once=2)
+  # The others are parameters of neither the model nor the trained cartridge.
+  alone, slot = parameters.count(session.policy.base_policy().parameter_table()), 2 * 2 * 2 * 8
+  said = '\n'.join(startup.describe(session, 15 * slot, None, 0, 0))
+  assert f': {alone + 16 * slot:,} parameters, {15 * slot:,} of them trained' in said
+  assert '16 slots, 1 of them frozen, beside up to 2 of 2 frozen cartridges; the teacher reads' in said
+  assert session.flops_per_token == session.update_flops_per_token / 2 == 2 * alone
+  assert f'\n{alone + 16 * slot:,} parameters, {15 * slot:,} of them trained, computed' in check(config).text()
   monkeypatch.setattr('sdpo_jax.training.mixtures.mixtures', lambda *_: np.array([[1, -1], [0, 1]], np.int32))
   graded, batch = generation_batch(session, state)
   policy, params, _ = model_alone(config.model.path)
@@ -125,6 +134,27 @@ def test_mixtures_are_of_every_number_and_order(config):
   np.testing.assert_array_equal(mixtures(config, 2, about), mixtures(config, 2, about))
   found = mixtures(config, 0, about + 2)  # Questions about the third document need its cartridge.
   assert {tuple(row) for row in found.tolist()} == {(1, -1), (1, 0)}
+
+
+def test_cartridges_that_do_not_fit_are_named(config, tmp_path):
+  policy, params, _ = model_alone(config.model.path)
+  origin = cartridge_files.Origin.of(config.model.path, policy.config)
+  read = [np.asarray(array) for array in kv_prefix.read_text(policy, params, list(range(8)))]
+  cartridge_files.write(str(tmp_path / 'few'), Cartridge(*read, 1), origin, 'float32')
+  first = config.model.cartridge.distractors[0]
+  for settings, says in (
+    ({'distractors': (first, str(tmp_path / 'few'))}, '16 visible slots in .*other0, 8 visible slots in .*few, 16 vis'),
+    ({'sliding_window': 'windowed'}, 'must have .* 16 windowed slots in the trained one: leave out what differs'),
+  ):
+    with pytest.raises(UserError, match=says):
+      huggingface.read_policy(config.model.path, changed(config, **settings).model)
+
+
+def test_a_cartridge_whose_path_has_a_comma_is_one(config, tmp_path):
+  first = config.model.cartridge.distractors[0]
+  shutil.copytree(first, tmp_path / 'a,b')
+  assert named_cartridges.describe(tmp_path / 'a,b') == named_cartridges.describe(first)
+  assert changed(config, path=str(tmp_path / 'a,b'), tokens=None, num_frozen_tokens=1).validate()
 
 
 def test_settings_that_contradict_are_refused(config):

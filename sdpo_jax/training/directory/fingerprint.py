@@ -98,6 +98,7 @@ def take(
   iterator: pipeline.TrainIterator,
   held_out: Sequence[Example],
   graders: Graders,
+  texts: Texts | None = None,
   *,
   weights: bool = True,
 ) -> Parts:
@@ -109,13 +110,15 @@ def take(
     iterator: iterator over the training data.
     held_out: questions of evaluations.
     graders: graders, including all that the questions need.
+    texts: texts of a cartridge, if there is one; None: they are read as needed.
     weights: whether to digest weights; if false, the model directory may have none.
 
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
-  teaches = objective_spec(config).reads_teacher
-  texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else Texts(None, None)
+  if texts is None:
+    teaches = objective_spec(config).reads_teacher
+    texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else Texts(None, None)
   devices = jax.devices()
   training = rewards.names(iterator.environments)
   asked = rewards.names({example.environment for example in held_out}) - training
