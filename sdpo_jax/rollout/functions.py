@@ -102,7 +102,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     quantized: whether the cache holds int8 instead of the compute dtype.
   """
   divided = mesh is not None and mesh.size > 1
-  reading = policy if policy.rows_alike is None else policy.in_any_order()  # Of prompts.
+  reading = policy.in_any_order()  # Of prompts.
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
 
   @local

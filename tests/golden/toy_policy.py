@@ -56,6 +56,10 @@ class ToyPolicy:
     del mesh, attention_setting
     return self
 
+  def in_any_order(self):
+    """See `sdpo_jax.models.policy.Policy`."""
+    return self
+
   def with_remat(self, remat):
     """See `sdpo_jax.models.policy.Policy`."""
     del remat
