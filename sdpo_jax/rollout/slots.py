@@ -93,6 +93,8 @@ class Slots:
     self._cache: KVCache | None = None
     self._prefixes: dict[tuple[int, Hashable], KeptPrefix] = {}  # By (shard, prefix).
     self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
+    if closed and functions.rows_alike is not None:
+      raise ValueError('Samples that read cartridges of a pool need a resident sampler, which groups them.')
     self._groups = None if functions.rows_alike is None else SlotGroups(functions.rows_alike)
     self._of: list[Samples | None] = [None] * rows  # None: free.
     self._live = np.zeros(rows, bool)

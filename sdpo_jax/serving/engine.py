@@ -515,12 +515,14 @@ class Engine:
     used: list[tuple[_Sampled, Hashable]] = []
     try:
       if version != BASE:
-        factors = self.factors(version)
-        adapter = self._adapters.take(version, lambda index: self._load('member', index, factors))
+        arrays = self._learned(version)
+        adapter = self._adapters.take(version, lambda index: self._load('member', index, self._tree(arrays, _FACTORS)))
         used.append((self._adapters, version))
       if cartridge is not None:
-        slots = self._slots_of(cartridge)
-        read = self._cartridges.take(cartridge, lambda index: self._load('cartridge', index, slots))
+        parts = self._parts(cartridge)
+        read = self._cartridges.take(
+          cartridge, lambda index: self._load('cartridge', index, self._composed(cartridge, parts))
+        )
         used.append((self._cartridges, cartridge))
       weights = Weights(adapter, version, read, cartridge)
       handle = self._resident.submit(prompt, weights=weights, owner=owner, **options)
@@ -539,8 +541,8 @@ class Engine:
     self._snapshots.put(index, own)
     self._loaded = True
 
-  def _slots_of(self, cartridge: Composition) -> Tree:
-    """Return cartridges, composed, as the pool takes them."""
+  def _parts(self, cartridge: Composition) -> list[Cartridge]:
+    """Return the cartridges of a composition, without a copy of their arrays."""
     if self._bank is None:
       raise UserError('This service serves no cartridges: set serve.cartridges.')
     windows, parts = self._bank.within_windows, []
@@ -549,12 +551,17 @@ class Engine:
       if KEYS not in arrays:
         raise UserError(f'{version} is an adapter, not a cartridge.')
       parts.append(Cartridge(arrays[KEYS], arrays[VALUES], 0, windows))
-    whole = composition.composed(parts, cartridge.positions, self._architecture, ', '.join(cartridge.versions))
-    if whole.slots > self._bank.member_slots:
+    slots = sum(part.slots for part in parts)
+    if slots > self._bank.member_slots:
       raise UserError(
-        f'{len(parts)} cartridges with {whole.slots} slots are more than serve.cartridge_slots='
+        f'{len(parts)} cartridges with {slots} slots are more than serve.cartridge_slots='
         f'{self._bank.member_slots}: name fewer.'
       )
+    return parts
+
+  def _composed(self, cartridge: Composition, parts: Sequence[Cartridge]) -> Tree:
+    """Return a composition as the pool takes it."""
+    whole = composition.composed(parts, cartridge.positions, self._architecture, ', '.join(cartridge.versions))
     return lora_pool.cartridge(self._bank, whole.keys, whole.values)
 
   def cancel(self, handle: Handle) -> None:

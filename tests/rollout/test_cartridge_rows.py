@@ -158,6 +158,12 @@ def test_a_flood_of_cartridges_does_not_keep_another_payers_from_a_group(model):
   assert before - sum(flood.left for flood in floods) < 30
 
 
+def test_a_sampler_that_does_not_group_its_rows_is_refused(model):
+  policy, pool = pool_of(model)
+  with pytest.raises(ValueError, match='resident'):
+    Sampler(policy, TOKENIZER, **SETTINGS).sample(model[1], pool, [[4]], n=1, seed=0, step=0, max_tokens=2)
+
+
 def test_kept_prefixes_are_those_of_a_cartridge(model, expected):
   """A prompt that goes on after another reuses its keys and values if both are behind the same cartridge."""
   policy, pool = pool_of(model)

@@ -130,6 +130,11 @@ def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequ
 
 
 def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> CompletionJob:
+  if target.cartridges and (asked.topk is not None or asked.prompt_logprobs is not None or _reads(asked, max_tokens)):
+    raise InvalidRequest(
+      'Log-probs behind a cartridge are only those of drawn tokens, in the answers of /v1/continual/completions.',
+      field='logprobs',
+    )
   most = account.service.max_logprobs
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:

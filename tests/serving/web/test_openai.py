@@ -24,14 +24,16 @@ from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface
 from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.serving import cartridge_transfer
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline
-from sdpo_jax.serving.records import engine_name
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, engine_name
 from sdpo_jax.serving.web import keys as key_files
 from sdpo_jax.serving.web import pages
 from sdpo_jax.serving.web.app import make_app
+from sdpo_jax.serving.web.archives import zipped
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
 from tests.scoring_server import log_probs
 from tests.serving import openai_server, service_world
@@ -95,10 +97,45 @@ EXTRA = (
   'stop_token_ids',
   'echo_last',
   'store',
+  'cartridges',
 )
 
 
 # --- What is drawn ---
+
+
+def test_a_cartridge_stands_before_prompts(client, world):
+  """By its own name, after # or as a field; it is uploaded and pushed as a zip."""
+  service, draw, zipping = world.service, np.random.default_rng(0), {'Content-Type': 'application/zip'}
+  sizes, adapters = service.served.policy.config, f'{world.url}/v1/continual/adapters'
+
+  def upload(address, **more):
+    shape = sizes.layers, sizes.kv_heads, 4, sizes.head_dim
+    arrays = {name: np.float32(draw.standard_normal(shape)) for name in (KEYS, VALUES)} | {FROZEN: np.int32(1)}
+    files = cartridge_transfer.files_of(arrays, 'sdpo_jax', service.config, service.served)
+    return httpx.post(f'{adapters}/{address}', content=zipped(files), headers=zipping | more)
+
+  made = upload('import?name=notes').json()
+  assert made['kind'] == 'cartridge' and made['settings'] == {}
+  assert {'notes', 'notes@0'} <= {each.id for each in client.models.list()}
+  options = dict(temperature=0, max_tokens=6)
+  plain, behind, beside = (complete(client, model=model, **options) for model in ('tiny', 'notes', 'base+bob@1#notes'))
+  assert len({answer.choices[0].text for answer in (plain, behind, beside)}) == 3
+  assert behind.choices[0].sample_id is None and behind.system_fingerprint == f'base#sdpo://{made["id"]}@0'
+  streamed = complete(client, model='tiny', cartridges=['notes'], stream=True, **options)
+  assert ''.join(chunk.choices[0].text for chunk in streamed) == behind.choices[0].text
+  for more in (dict(logprobs=0), dict(prompt_logprobs=0), dict(echo=True, max_tokens=0)):
+    with pytest.raises(openai.BadRequestError, match='behind a cartridge'):
+      complete(client, model='notes', **options | more)
+  asked = dict(model='notes', messages=MESSAGES, temperature=0, max_tokens=3)
+  [done] = httpx.post(f'{world.url}/v1/continual/completions', json=asked).json()['completions']
+  assert done['sample_id'] == '' and len(done['log_probs']) == 3
+  pushed = upload(f'{made["id"]}/versions', **{'If-Match': '"0"'})
+  assert (pushed.status_code, pushed.json()['version'], pushed.headers['ETag']) == (201, 1, '"1"')
+  assert upload(f'{made["id"]}/versions', **{'If-Match': '"0"'}).status_code == 412
+  assert complete(client, model='notes', **options).choices[0].text != behind.choices[0].text
+  assert complete(client, model='notes@0', **options).choices[0].text == behind.choices[0].text
+  assert httpx.delete(f'{adapters}/{made["id"]}').json()['deleted']
 
 
 def test_a_completion_is_drawn_and_kept(client, world, reader):
