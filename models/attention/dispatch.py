@@ -256,17 +256,23 @@ def attend_stacks(
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
   travel = _travel(backend, prefix, rows, heads)
-  query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # Padded like the cache.
-  if prefix is not None:
-    wider = [(0, 0)] * (prefix.key.ndim - 1) + [(0, width - head_dim)]
-    prefix = prefix.replace(key=jnp.pad(prefix.key, wider), value=jnp.pad(prefix.value, wider))
+
+  def padded(array: jax.Array) -> jax.Array:  # Like the cache.
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - head_dim)])
+
+  def padded_prefix(prefix: Prefix | None) -> Prefix | None:
+    return None if prefix is None else prefix.replace(key=padded(prefix.key), value=padded(prefix.value))
+
+  query = padded(query)
+  if travel is not None:
+    prefix = padded_prefix(prefix)
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten((parts, prefix))
 
   def run(query, positions, layer, window, *leaves):
     parts, prefix = tree.unflatten(leaves)
     if travel is None:
-      prefix = shared_prefix.of_rows(prefix)
+      prefix = padded_prefix(shared_prefix.of_rows(prefix))  # Not all that a bank holds.
       return decode_kernel.attention(query, positions, parts, layer, window, prefix, interpret=backend.interpret)
     if prefix.first is None:
       attend = functools.partial(splash.to_prefix, residuals=RESIDUALS, interpret=backend.interpret)

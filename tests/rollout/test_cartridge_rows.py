@@ -139,6 +139,33 @@ def test_every_row_gets_what_it_gets_alone(model, expected, case):
       np.testing.assert_allclose(one.model_log_probs, other.model_log_probs, atol=3e-5)
 
 
+def test_decoding_pads_what_rows_read_and_not_the_bank(model):
+  """The kernel's keys are wider than a head; to widen those of all cartridges in every layer took most of a step."""
+  policy, _ = pool_of(model, kind='splash')
+  many = dataclasses.replace(policy.adapter.cartridges, members=40)
+  policy = dataclasses.replace(policy, adapter=dataclasses.replace(policy.adapter, cartridges=many))
+  pool = lora_pool.empty(policy.parameter_table())
+  tokens = np.ones((8, 1), np.int32)
+
+  def step(base, pool, cache):
+    return policy.apply(base, pool, tokens, tokens, tokens, cache, members=np.zeros((8, 2), np.int32))[0]
+
+  cache = policy.with_recent(policy.init_cache(8, 16), 4)
+  padded = [
+    equation.outvars[0].aval.shape
+    for equation in equations(jax.make_jaxpr(step)(model[1], pool, cache).jaxpr)
+    if equation.primitive.name == 'pad'
+  ]
+  assert padded and all(40 not in shape for shape in padded)
+
+
+def equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.core.jaxprs_in_params(equation.params):
+      yield from equations(inner)
+
+
 def test_a_flood_of_cartridges_does_not_keep_another_payers_from_a_group(model):
   """Its group is emptied for it: of the flood, few more samples are done meanwhile than were under way."""
   policy, pool = pool_of(model, alike=4)
