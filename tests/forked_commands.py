@@ -167,14 +167,12 @@ def _start(fixed: frozenset[tuple[str, str]]) -> socket.socket:
 
 def serve(asked: socket.socket) -> None:
   """Import what the commands import, then make forks until nobody can ask for one."""
-  sys.modules['torch'] = None  # Users have none, and to import it takes a third of the time.
   from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
   from sdpo_jax import command, interface  # noqa: F401
   from sdpo_jax.inference import runs  # noqa: F401
   from sdpo_jax.training import closing_text, loop  # noqa: F401
 
-  del sys.modules['torch']
   gc.collect()
   gc.freeze()  # What the garbage collector leaves alone is not copied for a fork.
   woken, wakes = socket.socketpair()
