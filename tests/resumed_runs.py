@@ -1,8 +1,8 @@
 """Runs that are started in processes of their own, killed, started again, and compared bit for bit."""
 
 import json
+import os
 import pathlib
-import subprocess
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from sdpo_jax.learning.update import abstract_state
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
-from tests import tiny
+from tests import forked_commands, tiny
 from tests.local_server import free_port
 
 STEPS = 5
@@ -71,16 +71,13 @@ def assert_same_run(left: pathlib.Path, right: pathlib.Path, steps: int = STEPS)
     assert (left / 'rollouts' / name).read_text() == (right / 'rollouts' / name).read_text()
 
 
-def start(arguments, workdir, *, quick=False) -> subprocess.Popen:
-  return subprocess.Popen(
-    tiny.command('train', *arguments, f'--workdir={workdir}'),
-    stdout=subprocess.DEVNULL,  # What it says of errors, pytest shows where a test fails.
-    cwd=tiny.REPOSITORY,
-    env=tiny.environment(quick=quick),
-  )
+def start(arguments, workdir, *, quick=False) -> forked_commands.Forked:
+  line = tiny.command('train', *arguments, f'--workdir={workdir}')[1:]
+  with open(os.devnull, 'w') as nowhere:  # What it says of errors, pytest shows where a test fails.
+    return forked_commands.Forked(line, tiny.environment(quick=quick), stdout=nowhere)
 
 
-def start_two(arguments, workdir) -> list[subprocess.Popen]:
+def start_two(arguments, workdir) -> list[forked_commands.Forked]:
   """One run in two processes on this machine (gloo collectives)."""
   return [start([*arguments, *place], workdir, quick=True) for place in places(2)]
 

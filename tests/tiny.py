@@ -16,9 +16,9 @@ from sdpo_jax.config import ModelConfig
 from sdpo_jax.models import checksums, huggingface
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Rollouts
-from tests import compiling
+from tests import compiling, forked_commands
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
+REPOSITORY = forked_commands.REPOSITORY
 SPECIAL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
 CHAT_TEMPLATE = (
   '{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}'
@@ -171,53 +171,14 @@ def launch(
   quick: bool = False,
 ) -> subprocess.CompletedProcess[str]:
   """Run a command to its end."""
-  line, variables = command(name, *arguments), environment(cache, quick=quick)
-  return subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=variables)
-
-
-# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What
-# the garbage collector leaves alone is not copied for a fork.
-_MANY = """
-import gc, json, os, sys
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from sdpo_jax import command
-from sdpo_jax.inference import runs
-from sdpo_jax.training import loop
-from sdpo_jax.training import closing_text
-from tests.forked_commands import run_as_command
-gc.collect()
-gc.freeze()
-results = []
-for name, arguments, out, err in json.load(sys.stdin):
-  child = os.fork()
-  if child == 0:
-    for path, descriptor in ((out, 1), (err, 2)):
-      os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
-    run_as_command(f'launch.{name}', arguments)
-  results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(json.dumps(results))
-"""
+  return forked_commands.run(command(name, *arguments)[1:], environment(cache, quick=quick))
 
 
 def launch_many(
   commands: list[tuple[str, list[str]]],
-  folder: pathlib.Path,
+  *,
   cache: pathlib.Path | None = None,
   quick: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-  """Run many short commands, each in a process of its own that starts with the imports done."""
-  folder.mkdir()
-  files = [(str(folder / f'{i}.out'), str(folder / f'{i}.err')) for i in range(len(commands))]
-  driver = subprocess.run(
-    [sys.executable, '-c', _MANY],
-    input=json.dumps([[name, arguments, *paths] for (name, arguments), paths in zip(commands, files, strict=True)]),
-    capture_output=True,
-    text=True,
-    check=True,
-    cwd=REPOSITORY,
-    env=environment(cache, quick=quick),
-  )
-  return [
-    subprocess.CompletedProcess(command, code, *(pathlib.Path(path).read_text() for path in paths))
-    for command, code, paths in zip(commands, json.loads(driver.stdout), files, strict=True)
-  ]
+  """Run commands one after another."""
+  return [launch(name, *arguments, cache=cache, quick=quick) for name, arguments in commands]

@@ -39,6 +39,7 @@ from sdpo_jax.training import specs
 from sdpo_jax.types import Outcome, TeacherSignal
 from tests import tiny
 from tests.config.valid_config import valid
+from tests.user_graders import odd
 
 SD = 'actor.self_distillation'
 KINDS = {  # Runs of several kinds, by what they change.
@@ -454,14 +455,6 @@ def test_a_policy_gradient_of_older_completions_without_weights_looks_odd(change
   assert not any('steps_off' in text for text in odd_settings(config.validate(), 8, None))
 
 
-def graded(completions, answer, **_):
-  """Return scores and feedback in TRL's form; about half of the completions succeed."""
-  return [
-    {'score': float(sum(text.encode()) % 2 == right), 'feedback': 'The sum of the bytes must be odd.'}
-    for text, right in zip(completions, answer, strict=True)
-  ]
-
-
 @pytest.mark.slow
 def test_ten_drawn_settings_change_what_two_steps_learn_or_are_said_to_have_no_effect(tmp_path):
   """Half of them are announced as unread, and half are not; of the latter those that matter in such a short run."""
@@ -492,7 +485,7 @@ def test_ten_drawn_settings_change_what_two_steps_learn_or_are_said_to_have_no_e
 
   def digest(config: Config) -> str:
     workdir = tmp_path / str(len(list(tmp_path.iterdir())))
-    sdpo_jax.train(config, workdir, rows=rows, grader=graded)
+    sdpo_jax.train(config, workdir, rows=rows, grader=odd)
     return sdpo_jax.read_metrics(workdir)[-1]['state_digest']
 
   valid_rows = dataclasses.replace(config.data, train_files=('rows.jsonl',))

@@ -503,8 +503,7 @@ def test_the_command(tmp_path):
       ('prepare_data', ['--source=gpqa', f'--output={tmp_path}/out']),
       ('prepare_data', ['--source=longhealth', f'--output={tmp_path}/out']),
     ],
-    tmp_path / 'logs',
-    tmp_path / 'cache',
+    cache=tmp_path / 'cache',
   )
   assert done.returncode == 0 and 'Licence of the data: MIT' in done.stdout
   assert sorted(file.name for file in (tmp_path / 'out').iterdir()) == ['test.json', 'train.json']

@@ -83,7 +83,7 @@ class Page:
   """
 
   def __init__(self):
-    self._services: list[subprocess.Popen] = []
+    self._services: list[int] = []  # Their processes.
     context = multiprocessing.get_context('fork')
     self._python, there = context.Pipe()
     self._interpreter = context.Process(target=_interpret, args=(there,), daemon=True)
@@ -113,21 +113,28 @@ class Page:
 
   def _serve(self, words: list[str]) -> None:
     """Start a service, and wait until it is ready."""
-    service = subprocess.Popen([sys.executable, *words[1:]], stderr=subprocess.PIPE, text=True)
+    reading, writing = os.pipe()
+    service = os.fork()
+    if service == 0:
+      os.close(reading)
+      os.dup2(writing, 2)
+      forked_commands.run_as_process(words[1:])
+    os.close(writing)
     self._services.append(service)
-    for line in service.stderr:
+    said = open(reading)
+    for line in said:
       print(line, end='', flush=True)
       if line.startswith('Ready'):
         break
     else:
       raise AssertionError(f'{words} ended before it was ready')
-    threading.Thread(target=service.stderr.read, daemon=True).start()
+    threading.Thread(target=said.read, daemon=True).start()
 
   def close(self) -> None:
     self._interpreter.kill()
     for service in self._services:
-      service.send_signal(signal.SIGTERM)
-      service.wait(60)
+      os.kill(service, signal.SIGTERM)
+      os.waitpid(service, 0)
 
 
 def _interpret(asked: multiprocessing.connection.Connection) -> None:
@@ -149,15 +156,12 @@ def _forked(module: str, arguments: list[str]) -> int:
   child = os.fork()
   if child:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-  forked_commands.run_as_command(module, arguments)
+  forked_commands.run_as_process(['-m', module, *arguments])
 
 
 def main() -> None:
   """Run the blocks of one page: python -m tests.docs.pages README.md, in a folder with what the page needs."""
-  import transformers  # noqa: F401
-
-  from sdpo_jax import interface  # noqa: F401
-  from sdpo_jax.training import closing_text, loop  # noqa: F401
+  from sdpo_jax.training import loop
 
   whole = loop.steps_of
   loop.steps_of = lambda config, *arguments, **named: whole(_shortened(config), *arguments, **named)
@@ -183,8 +187,7 @@ def run_as_shown(page: str, folder: pathlib.Path) -> None:
   variables = tiny.environment(quick=True) | {'PYTHONPATH': str(tiny.REPOSITORY), 'NO_COLOR': '1'}
   variables['XDG_STATE_HOME'] = str(folder / 'state')
   variables['PATH'] = f'{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-  command = [sys.executable, '-m', 'tests.docs.pages', page]
-  done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+  done = forked_commands.run(['-m', 'tests.docs.pages', page], variables, folder)
   print(done.stdout, done.stderr[-20_000:])
   assert done.returncode == 0
 

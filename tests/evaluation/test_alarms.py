@@ -219,7 +219,7 @@ def experiment(tmp_path_factory):
     **{name: train('killed', name) for name in killed},
     'killed': train('killed'),
   }
-  done = tiny.launch_many(list(commands.values()), folder / 'output')
+  done = tiny.launch_many(list(commands.values()))
   return folder, dict(zip(commands, done, strict=True)), list(killed)
 
 

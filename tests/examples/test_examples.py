@@ -3,13 +3,11 @@
 import json
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 
 from sdpo_jax.environments import digits
-from tests import tiny
+from tests import forked_commands, tiny
 
 EXAMPLES = tiny.REPOSITORY / 'examples'
 RUNS = {  # Arguments, and what is printed.
@@ -33,14 +31,8 @@ ALONE = {'objective_on_arrays.py', 'one_step.py'}  # Run by tests of their own b
 
 
 def run(name: str, *arguments: str) -> str:
-  done = subprocess.run(
-    [sys.executable, str(EXAMPLES / name), *arguments],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=tiny.REPOSITORY,
-    env={**tiny.environment(quick=True), 'PYTHONPATH': str(tiny.REPOSITORY)},
-  )
+  variables = {**tiny.environment(quick=True), 'PYTHONPATH': str(tiny.REPOSITORY)}
+  done = forked_commands.run([str(EXAMPLES / name), *arguments], variables)
   assert done.returncode == 0, done.stderr
   return done.stdout
 
@@ -79,14 +71,10 @@ def test_an_example_runs(name, tmp_path):
 @pytest.mark.slow
 def test_one_step_on_a_page_is_the_step_of_a_run(tmp_path):
   *_, digest = run('one_step.py', '--config=configs/quickstart.py').split()
-  command = [sys.executable, '-m', 'launch.train', '--config=configs/quickstart.py', f'--workdir={tmp_path}/run']
   settings = ['total_training_steps=1', 'val_before_train=false', 'test_freq=0']
-  subprocess.run(
-    [*command, *(f'--config.trainer.{setting}' for setting in settings)],
-    check=True,
-    cwd=tiny.REPOSITORY,
-    env=tiny.environment(quick=True),
-  )
+  flags = ['--config=configs/quickstart.py', *(f'--config.trainer.{setting}' for setting in settings)]
+  done = tiny.launch('train', *flags, f'--workdir={tmp_path}/run', quick=True)
+  assert done.returncode == 0, done.stderr
   [line] = (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()
   assert json.loads(line)['state_digest'] == digest
   with pytest.raises(AssertionError, match='without a teacher that is not re-prompted'):

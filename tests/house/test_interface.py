@@ -15,16 +15,9 @@ from sdpo_jax.config import Config
 from sdpo_jax.configs import quickstart
 from sdpo_jax.environments import registry
 from tests import exported_cards, hub_server, tiny
+from tests.user_graders import odd, right
 
 ROWS = [{'prompt': f'Q{number}', 'answer': number % 2} for number in range(6)]
-
-
-def odd(completions, answer, **_):
-  """Return a reward function in TRL's form."""
-  return [
-    {'score': float(sum(text.encode()) % 2 == right), 'feedback': 'The sum of the bytes must be odd.'}
-    for text, right in zip(completions, answer, strict=True)
-  ]
 
 
 @pytest.fixture(scope='module')
@@ -171,10 +164,6 @@ def test_a_grader_with_the_name_of_another_is_refused(config, tmp_path):
 
   with pytest.raises(sdpo_jax.UserError, match="cannot be called 'math'"):
     sdpo_jax.train(config, tmp_path, rows=ROWS, grader=math)
-
-
-def right(completions, **_):
-  return [1.0] * len(completions)
 
 
 def unasked(texts):

@@ -174,7 +174,7 @@ def test_a_run_on_eight_devices_is_used_on_one(sharded_run, tmp_path):
     ('sample', [f'--workdir={workdir}', '--prompt=Hello', '--temperature=0', '--max_tokens=8']),
     ('evaluate', [*small, f'--workdir={workdir}', f'--output={tmp_path}/results.json']),
   ]
-  done = tiny.launch_many(commands, tmp_path / 'launched', quick=True)
+  done = tiny.launch_many(commands, quick=True)
   assert [command.returncode for command in done] == [0, 0, 0], [command.stderr for command in done]
   assert (tmp_path / 'exported' / checksums.SUMS).read_text() == sums and done[1].stdout == answer + '\n'
   assert 'digits' in json.loads((tmp_path / 'results.json').read_text())

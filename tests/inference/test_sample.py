@@ -335,7 +335,6 @@ def test_the_commands(model, tmp_path):
       ('sample', [*common, f'--prompts={tmp_path}/prompts.txt']),
       ('sample', [*common, f'--prompts={tmp_path}/prompts.txt', f'--output={output}']),
     ],
-    tmp_path / 'launched',
     quick=True,
   )
   one, two, file, stdout, again = done

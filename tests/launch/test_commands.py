@@ -78,7 +78,7 @@ def run(request, folder, config):
   }
   if request.config.getoption('slow'):
     commands['full disk'] = 'train', [f'--config={folder}/full.py', *flags, f'--workdir={folder}/full']
-  done = dict(zip(commands, tiny.launch_many(list(commands.values()), folder / 'output', quick=True), strict=True))
+  done = dict(zip(commands, tiny.launch_many(list(commands.values()), quick=True), strict=True))
   assert done['train'].returncode == 0, done['train'].stderr
   return done
 
@@ -213,7 +213,7 @@ def quick_ends(config, tmp_path_factory):
     flags = [f'--config={config}', f'--document={folder}/document.txt', '--count=4', '--per_window=2']
     flags += [f'--output={folder}/pool.jsonl', f'--endpoint_url={server.url}/v1', '--endpoint_model=author']
     commands.append(('synthesize', [*flags, '--config.data.max_prompt_length=128']))
-    *done, written = tiny.launch_many(commands, folder / 'output', folder / 'no_cache')
+    *done, written = tiny.launch_many(commands, cache=folder / 'no_cache')
   assert written.returncode == 0 and '4 messages were drawn.' in written.stderr, written.stderr
   return folder, cases, dict(zip(cases, done[: len(cases)], strict=True)), done[len(cases) :]
 

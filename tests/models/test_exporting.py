@@ -6,8 +6,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,7 +16,7 @@ from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import exporting, file_lock, huggingface, parameters, tensor_files
-from tests import tiny
+from tests import forked_commands, tiny
 from tests.local_server import free_port
 from tests.models.exported_models import CONFIG, export_adapter
 
@@ -87,8 +85,7 @@ with exporting.new_directory(sys.argv[1], 1) as partial:
   (partial / 'model.safetensors').write_text('half')
   os.kill(os.getpid(), signal.SIGKILL)
 """
-  command = [sys.executable, '-c', program, str(tmp_path / 'out')]
-  killed = subprocess.run(command, check=False, cwd=tiny.REPOSITORY, env=tiny.environment(quick=True))
+  killed = forked_commands.run(['-c', program, str(tmp_path / 'out')], tiny.environment(quick=True))
   assert killed.returncode == -signal.SIGKILL
   assert {path.name for path in tmp_path.iterdir()} == {'out.partial', 'out.partial.lock'}
   huggingface.save(tmp_path / 'out', *made, dtype='float32')
@@ -201,18 +198,9 @@ def test_processes_load_and_export_a_model_together(tmp_path):
     f'--coordinator_address=localhost:{port}',
     '--num_processes=2',
   ]
-  processes = [
-    subprocess.Popen(
-      [sys.executable, '-c', TOGETHER, *flags, f'--process_id={index}'],
-      cwd=tiny.REPOSITORY,
-      env=tiny.environment(quick=True),
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for index in range(2)
-  ]
-  errors = [process.communicate(timeout=300)[1] for process in processes]
-  assert [process.returncode for process in processes] == [0, 0], errors
+  lines = [['-c', TOGETHER, *flags, f'--process_id={index}'] for index in range(2)]
+  done = forked_commands.run_together(lines, tiny.environment(quick=True))
+  assert [process.returncode for process in done] == [0, 0], done
   expected, found = (load_file(pathlib.Path(tmp_path, name, 'model.safetensors')) for name in ('model', 'out'))
   assert expected.keys() == found.keys()
   for name, tensor in expected.items():

@@ -195,7 +195,9 @@ FILES = {
   'added tokens of a terabyte': ('added_tokens.json', sparse('added_tokens.json', 2**40)),
   'more added tokens than any model has': (
     'tokenizer.json',
-    of_tokenizer(added_tokens=[{'id': n, 'content': f'<{n}>', 'special': True} for n in range(2**17 + 1)]),
+    lambda root: of_tokenizer(added_tokens=[{'id': n, 'content': f'<{n}>', 'special': True} for n in range(2**17 + 1)])(
+      root
+    ),
   ),
   'a normaliser that waits for a letter': ('tokenizer.json', doubling({'String': 'ž'})),
   'a normaliser that waits for an expression': ('tokenizer.json', doubling({'Regex': '[é]'})),
@@ -255,7 +257,10 @@ FILES = {
 SLOW = {
   'a number of a gigabyte': ('chat_template.jinja', template('{{ 10 ** (10 ** 10) }}')),
   'a normaliser that doubles': ('tokenizer.json', doubling({'String': 'a'})),
-  'a vocabulary of a million': ('tokenizer.json', of_tokenizer(model__vocab={str(n): n for n in range(2**20 + 1)})),
+  'a vocabulary of a million': (
+    'tokenizer.json',
+    lambda root: of_tokenizer(model__vocab={str(n): n for n in range(2**20 + 1)})(root),
+  ),
   'layers without tensors': ('config.json', edit('config.json', num_hidden_layers=60_000)),
   'a long SentencePiece': ('tokenizer.model', pieces(*('a' * 4000 + chr(97 + n) for n in range(60)))),
   'loops of a template': ('chat_template.jinja', template(LOOPS)),

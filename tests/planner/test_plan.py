@@ -322,7 +322,7 @@ WRONG = {  # What its sentence must hold → flags.
 @needs_compiler
 def test_wrong_input_ends_with_one_sentence(tmp_path):
   commands = [('plan', ['--config=configs/quickstart.py', *flags]) for flags in WRONG.values()]
-  ended = tiny.launch_many(commands, tmp_path / 'wrong', tmp_path / 'cache')
+  ended = tiny.launch_many(commands, cache=tmp_path / 'cache')
   for sentence, done in zip(WRONG, ended, strict=True):
     assert done.returncode == 2, (sentence, done.stderr)
     assert sentence in done.stderr and 'Traceback' not in done.stderr, sentence

@@ -1,8 +1,6 @@
 """The tiny model for documents: its tokenizer, its lessons, its beginning, and what the committed one promises."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -126,20 +124,16 @@ def test_the_committed_model_knows_what_its_context_says():
 
 @pytest.mark.slow
 def test_the_command_evaluates_the_committed_model(tmp_path):
-  command = [sys.executable, '-m', 'launch.evaluate', '--config=configs/facts.py', '--model=configs/facts_model']
-  finished = subprocess.run(
-    [*command, f'--output={tmp_path / "facts.json"}'], capture_output=True, text=True, cwd=REPOSITORY, check=False
-  )
+  flags = ['--config=configs/facts.py', '--model=configs/facts_model', f'--output={tmp_path / "facts.json"}']
+  finished = tiny.launch('evaluate', *flags, quick=True)
   assert finished.returncode == 0, finished.stderr
   assert json.loads((tmp_path / 'facts.json').read_text())['facts']['mean@1'] >= 0.97
 
 
 @pytest.mark.campaign
 def test_the_command_makes_a_model_that_is_as_good(tmp_path):
-  command = [sys.executable, '-m', 'launch.make_base', '--task=facts', '--config=configs/facts.py', '--seed=3']
-  finished = subprocess.run(
-    [*command, f'--output={tmp_path / "made"}'], capture_output=True, text=True, cwd=REPOSITORY, check=False
-  )
+  flags = ['--task=facts', '--config=configs/facts.py', '--seed=3', f'--output={tmp_path / "made"}']
+  finished = tiny.launch('make_base', *flags)
   assert finished.returncode == 0, finished.stderr
   policy, params = huggingface.load(tmp_path / 'made', ModelConfig(dtype='float32', remat='none'))
   rows = document_base.collate([facts.draw(np.random.default_rng(124)) for _ in range(4)], facts.FACTS)

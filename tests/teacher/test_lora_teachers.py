@@ -297,7 +297,7 @@ def test_a_run_with_an_adapter_that_is_killed_and_started_again_ends_as_the_run_
     )
     for name, path in names.items()
   ]
-  done = tiny.launch_many(commands, tmp_path / 'output', quick=True)
+  done = tiny.launch_many(commands, quick=True)
   assert [end.returncode for end in done] == [0, *[-signal.SIGKILL] * len(moments), 0], done[-1].stderr
   assert_same_run(tmp_path / 'whole', tmp_path / 'killed')
   _, state, _ = final_state(tmp_path / 'killed')

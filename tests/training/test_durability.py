@@ -461,7 +461,7 @@ def test_from_what_a_failure_leaves_a_run_ends_bit_for_bit_as_if_there_were_none
       left.append(tmp_path / f'after_{number}')
       file_operations.write_tree(file_operations.below(tree, RUN), left[-1])
   commands = [('train', [*flags, f'--workdir={workdir}']) for workdir in left]
-  for done in tiny.launch_many(commands, tmp_path / 'output'):
+  for done in tiny.launch_many(commands):
     assert done.returncode == 0, done.stderr
   resumed = 0
   for workdir in left:

@@ -128,7 +128,7 @@ def test_a_run_with_a_penalty_a_decay_and_another_optimizer_resumes_bit_for_bit_
 
   steps = '--config.optimizer.lr_decay_steps=3'
   commands = train('whole'), train('parts', steps, '--config.trainer.total_training_steps=2'), train('parts', steps)
-  for done in tiny.launch_many(list(commands), tmp_path / 'output', quick=True):
+  for done in tiny.launch_many(list(commands), quick=True):
     assert done.returncode == 0, done.stderr
   whole, parts = lines_without_time(tmp_path / 'whole'), lines_without_time(tmp_path / 'parts')
   assert parts == whole and 'state_digest' in whole[-1]

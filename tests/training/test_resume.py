@@ -5,8 +5,6 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 from etils import epath
@@ -22,6 +20,7 @@ from sdpo_jax.training.directory.published_checkpoints import MANIFEST
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from tests import tiny
+from tests.forked_commands import Forked, run_together
 from tests.resumed_runs import (
   KILLED,
   MOMENTS,
@@ -81,7 +80,7 @@ def ends(request, tmp_path_factory):
   }
   if slow:
     commands['hanging'] = train('hanging', 'hanging', *SAVED_WHEN_TOLD)
-  done = tiny.launch_many(list(commands.values()), folder / 'output', quick=not slow)
+  done = tiny.launch_many(list(commands.values()), quick=not slow)
   return folder, [f'--config={config}', *flags], dict(zip(commands, done, strict=True))
 
 
@@ -93,7 +92,7 @@ def experiment(ends):
   return folder, arguments
 
 
-def wait_for(process: subprocess.Popen, condition) -> bool:
+def wait_for(process: Forked, condition) -> bool:
   """Whether the condition came true before the process ended."""
   while process.poll() is None:
     if condition():
@@ -102,7 +101,7 @@ def wait_for(process: subprocess.Popen, condition) -> bool:
   return condition()
 
 
-def told_to_stop(process: subprocess.Popen, moment) -> int:
+def told_to_stop(process: Forked, moment) -> int:
   """Return how a process ends that gets a SIGTERM at some moment."""
   assert wait_for(process, moment)
   process.send_signal(signal.SIGTERM)
@@ -224,9 +223,7 @@ def test_sigterm_does_not_wait_for_a_thread_that_python_would_join(experiment, t
 def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   folder, arguments = experiment
   same = [*arguments, f'--workdir={folder}/whole']
-  other, done = tiny.launch_many(
-    [('train', [*same, '--config.optimizer.lr=0.5']), ('train', same)], folder / 'made_longer'
-  )
+  other, done = tiny.launch_many([('train', [*same, '--config.optimizer.lr=0.5']), ('train', same)])
   assert other.returncode == 2
   assert 'optimizer.lr was 0.001 and is now 0.5' in other.stderr
   assert 'Traceback' not in other.stderr
@@ -241,7 +238,7 @@ def test_a_run_without_its_checkpoints_begins_anew_only_if_told_to(experiment):
   shutil.copytree(folder / 'whole', workdir)
   (workdir / 'checkpoints').rename(folder / 'elsewhere')
   results = {path.name: path.read_bytes() for path in workdir.iterdir() if path.is_file() and path.suffix != '.json'}
-  for refused in tiny.launch_many([('train', [*arguments, f'--workdir={workdir}'])] * 2, folder / 'refused'):
+  for refused in tiny.launch_many([('train', [*arguments, f'--workdir={workdir}'])] * 2):
     assert refused.returncode == 2 and 'Traceback' not in refused.stderr
     assert f'that of step {STEPS} was published' in refused.stderr and '--restart' in refused.stderr
   assert results['metrics.jsonl'] == (workdir / 'metrics.jsonl').read_bytes()
@@ -292,18 +289,10 @@ def settled(workdir: pathlib.Path, step: int) -> bool:
 def test_two_processes_hear_that_their_directory_is_taken(experiment, tmp_path):
   _, arguments = experiment
   with ownership.sole_user(epath.Path(tmp_path)):
-    processes = [
-      subprocess.Popen(
-        tiny.command('train', *arguments, *place, f'--workdir={tmp_path}'),
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tiny.REPOSITORY,
-        env=tiny.environment(quick=True),
-      )
-      for place in places(2)
-    ]
-    said = [process.communicate()[1] for process in processes]
-  assert [process.returncode for process in processes] == [2, 2]
+    lines = [tiny.command('train', *arguments, *place, f'--workdir={tmp_path}')[1:] for place in places(2)]
+    done = run_together(lines, tiny.environment(quick=True))
+  assert [process.returncode for process in done] == [2, 2]
+  said = [process.stderr for process in done]
   assert all(f'is training in {tmp_path} (host ' in text and 'Traceback' not in text for text in said), said
   assert not (tmp_path / 'metrics.jsonl').exists() and not (tmp_path / 'checkpoints').exists()
 
@@ -374,20 +363,10 @@ command.run(main)
 
 def restored(workdir: pathlib.Path, count: int = 1, flags: tuple[str, ...] = ()):
   """Return what RESTORE prints, in `count` processes."""
-  processes = [
-    subprocess.Popen(
-      [sys.executable, '-c', RESTORE, f'--workdir={workdir}', *place, *flags],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=tiny.REPOSITORY,
-      env=tiny.environment(quick=True),
-    )
-    for place in places(count)
-  ]
-  outputs = [process.communicate() for process in processes]
-  assert [process.returncode for process in processes] == [0] * count, outputs
-  return json.loads(outputs[0][0].splitlines()[-1])  # Gloo says something first.
+  lines = [['-c', RESTORE, f'--workdir={workdir}', *place, *flags] for place in places(count)]
+  done = run_together(lines, tiny.environment(quick=True))
+  assert [process.returncode for process in done] == [0] * count, done
+  return json.loads(done[0].stdout.splitlines()[-1])  # Gloo says something first.
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def runs(tmp_path_factory):
     flags = [f'--config.{name}={value}' for name, value in settings.items()]
     return 'train', [f'--config={config}', f'--workdir={folder}/run', *flags]
 
-  return folder / 'run', tiny.launch_many([train(4), train(8), train(8)], folder / 'output')
+  return folder / 'run', tiny.launch_many([train(4), train(8), train(8)])
 
 
 @pytest.mark.slow  # tests/training/test_endings.py has such a run without the resumes.
