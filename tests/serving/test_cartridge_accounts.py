@@ -213,6 +213,7 @@ def test_what_is_uploaded_is_checked_against_the_model(ada, service, tmp_path):
     ({'cartridge.safetensors': good['cartridge.safetensors']}, 'cartridge.pt'),
     (good | {'cartridge.safetensors': good['cartridge.safetensors'][:-9]}, 'is not as it was written'),
     (manifest(slots=9), 'its digest differs'),
+    (manifest(about={'run': '\ud800'}), 'its digest differs'),
     (good | {'cartridge.json': b'{'}, 'cartridge.json'),
     ({'cartridge.pt': b'PK nothing'}, 'cartridge.pt'),
     ({'cartridge.pt': b''}, 'cartridge.pt'),
