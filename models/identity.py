@@ -37,8 +37,9 @@ TEXTS = (
 
 def digest(value: Any) -> str:
   """Return a digest, 16 hexadecimal digits, of bytes or of a JSON value."""
-  content = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, ensure_ascii=False).encode()
-  return hashlib.sha256(content).hexdigest()[:16]
+  if not isinstance(value, bytes):
+    value = json.dumps(value, sort_keys=True, ensure_ascii=False).encode(errors='surrogatepass')  # From others' files.
+  return hashlib.sha256(value).hexdigest()[:16]
 
 
 def of_tokenizer(path: str | os.PathLike, tokenizer: Tokenizer) -> dict[str, str]:

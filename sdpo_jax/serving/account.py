@@ -355,7 +355,7 @@ class Account:
 
     Raises:
       NotFound: there is no such model, adapter or version.
-      InvalidRequest: an adapter is named where a cartridge must be.
+      InvalidRequest: an adapter is named where a cartridge must be, or too many are.
     """
     if not isinstance(model, str):
       raise records.unknown(model)
@@ -364,6 +364,8 @@ class Account:
       self._named(name.removeprefix(f'{records.BASE_NAME}+')),
       [*(read.split('+') if sign else ()), *cartridges],
     )
+    if len(wanted) > records.MOST_CARTRIDGES:
+      raise InvalidRequest(f'A request reads at most {records.MOST_CARTRIDGES} cartridges: name fewer.', field='model')
     others = [self._named(each) for each in wanted]
     for each, other in zip(wanted, others, strict=True):
       if other.adapter is None or not other.adapter.is_cartridge:

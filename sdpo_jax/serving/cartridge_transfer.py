@@ -84,11 +84,13 @@ def fetched(source: str, config: Config, served: Served) -> Arrays:
 
 def is_allowed(source: str, places: Sequence[str]) -> bool:
   """Return whether a source lies in one of the places; links in local folders are followed first."""
-  if ',' in source or '\0' in source:  # Several paths.
+  if ',' in source or '\0' in source or source != source.strip():  # Several paths, or another one when it is read.
     return False
   if '://' in source:
     parts = source.split('/')
-    return '..' not in parts and any(_lies_in(parts, place.rstrip('/').split('/')) for place in places)
+    return '..' not in parts and any(
+      _lies_in(parts, place.rstrip('/').split('/')) for place in places if '://' in place
+    )
   path = os.path.expanduser(source)
   if os.path.isabs(path):
     real = os.path.realpath(path).split(os.sep)

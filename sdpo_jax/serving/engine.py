@@ -369,8 +369,6 @@ class Engine:
     if version_of(version) == BASE:
       raise UserError('A version needs a name; the empty name means the model without an adapter.')
     if arrays.keys() & {KEYS, VALUES} and version == version_of(version):
-      if self._bank is None:
-        raise UserError(f'{version} is a cartridge, and this service serves none: set serve.cartridges.')
       self._shelf.put(version, checked_cartridge(f'The cartridge {version}', arrays, self.settings, self._architecture))
       return
     kinds = (_FACTORS,)
@@ -479,13 +477,13 @@ class Engine:
   def served(self, version: str, cartridge: Composition | None = None) -> int | None:
     """Return how many samples a version has begun since it was loaded, 0 if it can be; None: all its places are used.
 
-    With a cartridge, that holds for both: 0 if one of them must be loaded.
+    With a cartridge, the larger number of both, so that none keeps its place by coming with ever new others.
     """
     found = [self._adapters.served(version)] if version != BASE else []
     found += [self._cartridges.served(cartridge)] if cartridge is not None else []
     if None in found:
       return None
-    return max(found) if found and all(found) else 0
+    return max(found, default=0)
 
   def submit(
     self,
@@ -868,8 +866,10 @@ def checked_cartridge(name: str, arrays: Arrays, settings: EngineSettings, sizes
     sizes: the architecture of the model.
 
   Raises:
-    UserError: they do not fit the model, or have values that no model computes.
+    UserError: they do not fit the model, have values that no model computes, or no cartridges are served.
   """
+  if not settings.cartridges:
+    raise UserError(f'{name} cannot be read, since this service serves none: set serve.cartridges.')
   found, most = {name: np.asarray(array) for name, array in arrays.items()}, settings.cartridge_slots
   slots = found[KEYS].shape[2:3] if KEYS in found else ()
   wanted = (sizes.layers, sizes.kv_heads, *slots, sizes.head_dim)

@@ -22,6 +22,7 @@ SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
 # The arrays of a version that is a cartridge: slots [L, KV, P, head_dim], and how many of them are frozen, [] int32.
 KEYS, VALUES, FROZEN = 'keys', 'values', 'frozen'
+MOST_CARTRIDGES = 64  # In one request.
 CARTRIDGE = 'cartridge'  # The setting `kind` of adapters whose versions are cartridges.
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')
 _ID = re.compile(r'(ad|ses|smp|cmpl|chatcmpl)-[0-9a-f]{16,}')  # What the service itself names so.

@@ -394,7 +394,9 @@ class Worker:
           engine.restore(version, future.result())
           self._kept[version] = None
       except Exception as error:
-        if not isinstance(error, ServiceError):
+        if isinstance(error, UserError):  # Such as a cartridge, in a service that serves none any more.
+          error = refusal(error)
+        elif not isinstance(error, ServiceError):
           _logger.exception('The version %s could not be loaded.', version)
           error = ServiceError(f'The version {version} could not be loaded ({first_line(error)}): nothing has changed.')
         for job in [job for job in self._waiting if version in job.needs]:

@@ -297,6 +297,9 @@ class _Run:
           self.ownership.check()
       self.saving.rescue(error)
       raise
+    finally:
+      if self.pushing is not None:  # Last, since the service may not answer.
+        self.pushing.close()
 
   def hold(
     self,
@@ -348,8 +351,6 @@ class _Run:
       preempted = True
     finally:
       self.progress.close()
-      if self.pushing is not None:
-        self.pushing.close()
     if preempted:
       self.saving.save()
     else:

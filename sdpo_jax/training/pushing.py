@@ -11,13 +11,14 @@ import logging
 import pathlib
 import tempfile
 import threading
+import urllib.parse
 import zipfile
 
 import httpx2
 
 from sdpo_jax.config import Config
 from sdpo_jax.environments.json_server import read_address, read_secret
-from sdpo_jax.errors import first_line, short_repr
+from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.models.adapters import cartridge_files
 from sdpo_jax.models.adapters.cartridge import Cartridge
 from sdpo_jax.models.adapters.cartridge_files import Origin
@@ -41,7 +42,8 @@ class Pushing:
     key = read_secret(trainer.push_key_env, 'trainer.push_key_env', required=True)
     headers = {'Authorization': f'Bearer {key}'} if key else {}
     self._client = httpx2.Client(base_url=address.rstrip('/'), headers=headers, timeout=_SECONDS)
-    self._name, self._origin, self._run = trainer.push_name or config.name, origin, config.name
+    self._name = urllib.parse.quote(trainer.push_name or config.name, safe='')
+    self._origin, self._run = origin, config.name
     self._id: str | None = None  # Of the cartridge in the service; None: not known yet.
     self._lock = threading.Lock()
     self._newest: tuple[Cartridge, int] | None = None  # What is to be sent next, with its step.
@@ -75,7 +77,7 @@ class Pushing:
         if self._fails:
           _logger.info('The slots of step %d were sent to %s again.', newest[1], self._client.base_url)
         self._fails = False
-      except (httpx2.HTTPError, OSError, ValueError, KeyError) as error:
+      except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError, UserError) as error:
         if not self._fails:  # Once, until it works again.
           _logger.warning(
             'The slots of step %d could not be sent to %s (%s); the run goes on, and later ones are sent.',

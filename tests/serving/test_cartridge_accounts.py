@@ -131,6 +131,7 @@ def test_a_request_names_its_model_and_cartridges_by_one_rule(ada, service, tmp_
     ('base#base', InvalidRequest),
     ('base#', NotFound),
     ('base#one+', NotFound),
+    ('base#' + '+'.join(['one'] * 65), InvalidRequest),
     ('base#three', NotFound),
     ('base#one@7', NotFound),
     ('#one', NotFound),
@@ -212,6 +213,7 @@ def test_what_is_uploaded_is_checked_against_the_model(ada, service, tmp_path):
     ({'cartridge.safetensors': good['cartridge.safetensors']}, 'cartridge.pt'),
     (good | {'cartridge.safetensors': good['cartridge.safetensors'][:-9]}, 'is not as it was written'),
     (manifest(slots=9), 'its digest differs'),
+    (manifest(about={'run': '\ud800'}), 'its digest differs'),
     (good | {'cartridge.json': b'{'}, 'cartridge.json'),
     ({'cartridge.pt': b'PK nothing'}, 'cartridge.pt'),
     ({'cartridge.pt': b''}, 'cartridge.pt'),
@@ -227,6 +229,9 @@ def test_what_is_uploaded_is_checked_against_the_model(ada, service, tmp_path):
     with pytest.raises(InvalidRequest) as raised:
       ada.import_files('bad', files)
     assert said in str(raised.value) and 'sdpo-import' not in str(raised.value)
+  without = dataclasses.replace(service.config, serve=dataclasses.replace(service.settings, cartridges=0))
+  with pytest.raises(InvalidRequest, match='serves none: set serve.cartridges'):
+    cartridge_transfer.arrays_of(good, without, service.served)
   assert ada.adapters() == []
   with pytest.raises(InvalidRequest, match='notes.txt'):
     unzipped(zip_of({'cartridge.json': b'', 'notes.txt': b''}))
@@ -274,6 +279,10 @@ def test_only_places_that_the_operator_allows_are_read(ada, service, tmp_path):
     'hub',
     '',
     f'{folder}/deep\0',
+    f'{folder}/.. ',
+    f'{folder}/link ',
+    f'{folder}/link/x://notes',
+    's3://bucket/notes/..\n',
   ):
     with pytest.raises(Forbidden, match='serve.cartridge_sources'):
       ada.create('other', source=source)

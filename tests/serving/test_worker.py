@@ -289,6 +289,19 @@ def test_what_cannot_be_read_fails_those_who_asked(made):
   assert made.worker.learn(lessons('1@0', teacher='version:2@0')).result(LONG).stepped
 
 
+def test_what_the_engine_cannot_hold_is_an_error_of_those_who_asked(made, monkeypatch):
+  """Such as a cartridge of before, in a service that serves none any more."""
+
+  def refuse(*_):
+    raise UserError('This service serves none: set serve.cartridges.')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(made.engine, 'restore', refuse, raising=False)
+    with pytest.raises(InvalidRequest, match='set serve.cartridges'):
+      made.worker.sample('9@0', [1], max_tokens=1).result()
+  assert made.worker.sample('1@0', [1], max_tokens=1).result()
+
+
 def test_feedback_and_samples_take_turns(made):
   """A long sample delays feedback by one chunk, and a stream of feedback does not delay sampling."""
   for version in '12':

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -172,6 +174,16 @@ def run(config, service, tmp_path_factory):
   pushed = dataclasses.replace(made.trainer, push_url=service.address, push_name='notes')
   loop.train(dataclasses.replace(made, trainer=pushed), folder / 'run')
   return made, folder / 'run'
+
+
+def test_a_run_that_is_stopped_is_saved_before_it_waits_for_a_service(run, tmp_path, monkeypatch):
+  """A service that does not answer must not use up the time that is left."""
+  made, there = run[0], []
+  monkeypatch.setattr(loop.Pushing, 'send', lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+  monkeypatch.setattr(loop.Pushing, 'close', lambda _: there.extend(os.listdir(tmp_path / 'run/checkpoints')))
+  pushed = dataclasses.replace(made.trainer, push_url='http://localhost:8420')
+  assert loop.train(dataclasses.replace(made, trainer=pushed), tmp_path / 'run').preempted
+  assert there == ['1']
 
 
 def test_a_service_has_the_slots_of_the_newest_step(run, service, tmp_path):

@@ -1,5 +1,6 @@
 """Slots on their way to a service: the newest arrive, in order; a service that fails ends no run."""
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -84,6 +85,24 @@ def test_a_service_that_fails_is_named_once_until_it_works_again(server, caplog)
   ]
   assert all(part in warnings[0] for part in ('status 500', 'the run goes on', '127.0.0.1'))
   assert sum('again' in record.getMessage() for record in caplog.records) == 2
+
+
+def test_slots_that_cannot_be_sent_and_answers_of_others_do_not_end_the_sending(server, monkeypatch):
+  made = pushing(server, push_name='mine#2')
+
+  def send(step, slots=SLOTS):
+    made.send(slots, step)
+    if (thread := made._thread) is not None:  # noqa: SLF001
+      thread.join()
+
+  send(1, dataclasses.replace(SLOTS, keys=np.full_like(SLOTS.keys, np.nan)))
+  with monkeypatch.context() as patched:
+    patched.setattr(server, 'answer', lambda *_: (200, ['no service']))
+    send(2)
+  send(3)
+  made.close()
+  assert [each['step'] for each in server.kept] == ['3']
+  assert server.paths[-2:] == [('GET', '/v1/models/mine%232'), ('POST', f'{ADAPTERS}/import?name=mine%232')]
 
 
 def test_what_can_never_be_sent_is_said_at_the_start(server):

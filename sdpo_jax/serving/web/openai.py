@@ -291,11 +291,13 @@ async def list_models(request: Request) -> Response:
 
 @handled('GET', '/v1/models/{model}')
 async def get_model(request: Request) -> Response:
-  """Describe the model without an adapter, an adapter, or a version of one."""
+  """Describe the model without an adapter, an adapter or a cartridge, or a version of one."""
   account, name = request.state.account, request.path_params['model']
 
   def describe() -> dict[str, Any]:
     target = account.resolve(name)
+    if target.adapter is None and len(target.cartridges) == 1:
+      [target] = target.cartridges
     if target.adapter is None:
       return _model(name, 0)
     return _adapter_model(name, target.adapter, target.number, account.service.model_name)

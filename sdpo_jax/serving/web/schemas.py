@@ -9,12 +9,13 @@ from pydantic import Field
 
 from sdpo_jax.models.adapters.composition import Positions
 from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP, teacher_settings
+from sdpo_jax.serving.records import MOST_CARTRIDGES
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Cartridges = Annotated[list[Name], Field(max_length=64)]
+Cartridges = Annotated[list[Name], Field(max_length=MOST_CARTRIDGES)]
 CartridgePositions = Annotated[
   Positions,
   Field(

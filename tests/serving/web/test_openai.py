@@ -20,10 +20,12 @@ import openai
 import pytest
 
 from benchmarks import sessions as sessions_benchmark
-from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
+from sdpo_jax.config import Config, ModelConfig, TeacherEndpointConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface
 from sdpo_jax.models import tokenizer as tokenizers
+from sdpo_jax.models.adapters.cartridge import Cartridge
+from sdpo_jax.models.adapters.cartridge_files import Origin
 from sdpo_jax.serving import cartridge_transfer
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import Allowances
@@ -35,6 +37,7 @@ from sdpo_jax.serving.web import pages
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.archives import zipped
 from sdpo_jax.teacher.endpoint import Endpoint, EndpointQuery
+from sdpo_jax.training.pushing import Pushing
 from tests.scoring_server import log_probs
 from tests.serving import openai_server, service_world
 
@@ -230,6 +233,19 @@ def test_a_list_without_a_limit_has_all_models(client, world, monkeypatch):
   assert len(whole) > 2 and [each.id for each in client.models.list()] == whole
   page = world.http.get('/v1/models', params={'limit': 2}).json()
   assert [each['id'] for each in page['data']] == whole[:2] and page['has_more']
+
+
+def test_a_resumed_run_goes_on_with_the_cartridge_that_it_has_sent(world):
+  served, config = world.service.served, Config(name='notes')
+  config.trainer.push_url, sizes = world.url, served.policy.config
+  slots = np.ones((sizes.layers, sizes.kv_heads, 4, sizes.head_dim), np.float32)
+  for step in (1, 2):
+    run = Pushing(config, Origin.of('tiny', sizes, served.weights))
+    run.send(Cartridge(slots, slots, 0), step)
+    run.close()
+  found = [world.http.get(f'/v1/models/{name}').json() for name in ('notes', 'base+notes@0')]
+  assert [each['version'] for each in found] == [1, 0]
+  assert world.http.delete(f'/v1/continual/adapters/{found[0]["adapter"]}').status_code == 200
 
 
 @pytest.mark.parametrize('stream', [False, True])
