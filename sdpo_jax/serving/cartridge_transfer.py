@@ -19,7 +19,7 @@ from sdpo_jax.serving.engine import checked_cartridge
 from sdpo_jax.serving.engine_settings import engine_settings
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, refusal
 from sdpo_jax.serving.peft_transfer import Served
-from sdpo_jax.serving.records import FROZEN, KEYS, VALUES
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, WINDOWED
 from sdpo_jax.serving.shelf import Arrays
 
 HUB = 'hub'  # The entry of serve.cartridge_sources that allows all names on the hub.
@@ -109,8 +109,7 @@ def files_of(arrays: Arrays, form: str, config: Config, served: Served) -> dict[
   Raises:
     InvalidRequest: the published format cannot hold it.
   """
-  windowed = config.serve.cartridge_window == 'windowed'
-  cartridge = Cartridge(arrays[KEYS], arrays[VALUES], int(arrays[FROZEN]), windowed)
+  cartridge = Cartridge(arrays[KEYS], arrays[VALUES], int(arrays[FROZEN]), bool(arrays[WINDOWED]))
   model = public_place(config.model.path)
 
   def write(root: pathlib.Path) -> None:
@@ -134,12 +133,6 @@ def _origin(config: Config, served: Served) -> cartridge_files.Origin:
 
 
 def _checked(cartridge: Cartridge, config: Config, served: Served) -> Arrays:
-  if served.policy.config.windows is not None and cartridge.within_windows != (
-    config.serve.cartridge_window == 'windowed'
-  ):
-    raise UserError(
-      'The cartridge was trained with another model.cartridge.sliding_window than serve.cartridge_window='
-      f'{config.serve.cartridge_window}: send one that was trained with the same.'
-    )
-  arrays = {KEYS: cartridge.keys, VALUES: cartridge.values, FROZEN: np.int32(cartridge.frozen)}
+  numbers = {FROZEN: np.int32(cartridge.frozen), WINDOWED: np.int32(cartridge.within_windows)}
+  arrays = {KEYS: cartridge.keys, VALUES: cartridge.values} | numbers
   return checked_cartridge('The cartridge', arrays, engine_settings(config), served.policy.config)

@@ -55,6 +55,7 @@ from sdpo_jax.serving.records import (
   TEACHING_MODEL,
   TEACHING_VERSION,
   VALUES,
+  WINDOWED,
   Composition,
   optimizer_name,
   version_of,
@@ -873,7 +874,8 @@ def checked_cartridge(name: str, arrays: Arrays, settings: EngineSettings, sizes
   found, most = {name: np.asarray(array) for name, array in arrays.items()}, settings.cartridge_slots
   slots = found[KEYS].shape[2:3] if KEYS in found else ()
   wanted = (sizes.layers, sizes.kv_heads, *slots, sizes.head_dim)
-  expected = {kind: (wanted, np.dtype(np.float32)) for kind in (KEYS, VALUES)} | {FROZEN: ((), np.dtype(np.int32))}
+  expected = {kind: (wanted, np.dtype(np.float32)) for kind in (KEYS, VALUES)}
+  expected |= {kind: ((), np.dtype(np.int32)) for kind in (FROZEN, WINDOWED)}
   if {kind: (array.shape, array.dtype) for kind, array in found.items()} != expected:
     shown = ', '.join(f'{printable(kind)} {array.dtype.name} {array.shape}' for kind, array in sorted(found.items()))
     raise UserError(
@@ -882,6 +884,11 @@ def checked_cartridge(name: str, arrays: Arrays, settings: EngineSettings, sizes
     )
   if not 1 <= slots[0] <= most:
     raise UserError(f'{name} has {slots[0]} slots, but serve.cartridge_slots={most} are served.')
+  if sizes.windows is not None and bool(found[WINDOWED]) != (settings.cartridge_window == 'windowed'):
+    raise UserError(
+      f'{name} was trained with another model.cartridge.sliding_window than serve.cartridge_window='
+      f'{settings.cartridge_window}.'
+    )
   for kind in (KEYS, VALUES):
     if not (abs(found[kind]) <= LARGEST_SLOT).all():
       raise UserError(f'{name} has {kind} that are not finite, or larger than {LARGEST_SLOT:.0f}.')

@@ -20,8 +20,9 @@ TEACHING_VERSION, TEACHING_MODEL = 'version:', 'model:'
 BASE_NAME = 'base'  # The name of the model without an adapter in requests.
 SCHEME = 'sdpo://'
 _OPTIMIZER = '+optimizer'
-# The arrays of a version that is a cartridge: slots [L, KV, P, head_dim], and how many of them are frozen, [] int32.
-KEYS, VALUES, FROZEN = 'keys', 'values', 'frozen'
+# The arrays of a version that is a cartridge: slots [L, KV, P, head_dim], how many of them are frozen, and whether
+# layers with windows see only slots within them, [] int32 each.
+KEYS, VALUES, FROZEN, WINDOWED = 'keys', 'values', 'frozen', 'windowed'
 MOST_CARTRIDGES = 64  # In one request.
 CARTRIDGE = 'cartridge'  # The setting `kind` of adapters whose versions are cartridges.
 _NAME = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,63}')

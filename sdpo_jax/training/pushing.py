@@ -63,7 +63,8 @@ class Pushing:
     thread = self._thread
     if thread is not None:
       thread.join(2 * _SECONDS)
-    self._client.close()
+    if thread is None or not thread.is_alive():
+      self._client.close()
 
   def _work(self) -> None:
     while True:

@@ -10,7 +10,7 @@ from sdpo_jax.learning.losses import Sdpo
 from sdpo_jax.learning.requests import AdamW, Lesson, UpdateOptions
 from sdpo_jax.models import huggingface, parameters
 from sdpo_jax.serving.engine import Engine, EngineSettings, Feedback
-from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, optimizer_name
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, WINDOWED, optimizer_name
 from tests.letters import CONFIG, TOKENIZER
 
 SETTINGS = EngineSettings(
@@ -49,7 +49,7 @@ def cartridge(slots, seed, **changes):
   draw, sizes = np.random.default_rng(seed), CONFIG | changes
   shape = sizes['num_hidden_layers'], sizes['num_key_value_heads'], slots, sizes['head_dim']
   slots = {name: np.float32(0.5 * draw.standard_normal(shape)) for name in (KEYS, VALUES)}
-  return slots | {FROZEN: np.int32(0)}
+  return slots | {FROZEN: np.int32(0), WINDOWED: np.int32(0)}
 
 
 def start(model, folder, adapters=ADAPTERS, **changes):

@@ -13,8 +13,8 @@ from sdpo_jax.models.adapters import composition, kv_prefix
 from sdpo_jax.models.adapters.cartridge import Cartridge
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.rollout.sampler import Sampler
-from sdpo_jax.serving.engine import LARGEST_SLOT
-from sdpo_jax.serving.records import BASE, KEYS, VALUES, Composition
+from sdpo_jax.serving.engine import LARGEST_SLOT, checked_cartridge
+from sdpo_jax.serving.records import BASE, KEYS, VALUES, WINDOWED, Composition
 from sdpo_jax.serving.shelf import NoPlaceError
 from tests.letters import TOKENIZER
 from tests.serving.engines import SETTINGS, cartridge, feedback, make_model, start
@@ -77,7 +77,8 @@ def test_a_request_names_an_adapter_a_cartridge_both_or_neither(model, engine):
 @pytest.mark.parametrize('positions', ['overlap', 'sequential'])
 def test_several_cartridges_are_read_as_one(model, engine, positions, monkeypatch):
   [found] = run(engine, ask(engine, BASE, Composition(('one@0', 'two@0'), positions)))
-  parts = [Cartridge(*cartridge(NAMES[name], seed).values(), 0) for seed, name in enumerate(('one@0', 'two@0'))]
+  made = [cartridge(NAMES[name], seed) for seed, name in enumerate(('one@0', 'two@0'))]
+  parts = [Cartridge(own[KEYS], own[VALUES], 0) for own in made]
   whole = composition.composed(parts, positions, model[0].config, '')
   assert_same(found, alone(model, {KEYS: whole.keys, VALUES: whole.values}))
   monkeypatch.setattr(composition, 'composed', None)  # Nothing is copied for what is refused, or has a place.
@@ -143,6 +144,19 @@ def test_what_no_model_computes_is_refused_and_changes_nothing(engine):
   [after] = run(engine, ask(engine, BASE, read))
   for one, other in zip(before, after, strict=True):
     np.testing.assert_array_equal(one.model_log_probs, other.model_log_probs)
+
+
+def test_windows_are_those_with_which_a_cartridge_was_trained(model):
+  """Also of one that was stored before the setting was changed; without windows both are the same."""
+  settings, sizes = dataclasses.replace(SETTINGS, cartridges=1, cartridge_slots=8), model[0].config
+  with_windows = dataclasses.replace(sizes, windows=(4,))
+  for kind, other in ((0, 'windowed'), (1, 'visible')):
+    arrays = cartridge(3, 0) | {WINDOWED: np.int32(kind)}
+    changed = dataclasses.replace(settings, cartridge_window=other)
+    assert checked_cartridge('It', arrays, changed, sizes).keys() == arrays.keys()
+    with pytest.raises(UserError, match=f'serve.cartridge_window={other}'):
+      checked_cartridge('It', arrays, changed, with_windows)
+  assert checked_cartridge('It', cartridge(3, 0), settings, with_windows)
 
 
 def test_a_cartridge_is_no_adapter_and_an_adapter_no_cartridge(engine, model, tmp_path):

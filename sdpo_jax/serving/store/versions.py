@@ -33,7 +33,7 @@ from sdpo_jax.files import PARTIAL, jsonable
 from sdpo_jax.models import parameters
 from sdpo_jax.models.adapters import lora, peft_config, peft_files
 from sdpo_jax.serving.errors import Damaged
-from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, AdapterRecord, Version
+from sdpo_jax.serving.records import KEYS, AdapterRecord, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
 # The arrays of a version by their names in the engine: factors/…, or those of a cartridge.
@@ -126,7 +126,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
   Raises:
     ValueError: the arrays are no cartridge, and do not have the shape of adapters of this base.
   """
-  if arrays.keys() == {KEYS, VALUES, FROZEN}:
+  if KEYS in arrays:
     return {SLOTS: safetensors.numpy.save(dict(arrays))}
   check_arrays(base.shapes, arrays)
   tensors = {name: row.to_huggingface(arrays[f'factors/{row.name}'][layer]) for name, row, layer in base.tensors}

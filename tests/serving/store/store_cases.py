@@ -9,7 +9,7 @@ import numpy as np
 
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.models import huggingface
-from sdpo_jax.serving.records import FROZEN, KEYS, VALUES
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, WINDOWED
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
 from tests.serving.store import places
@@ -55,7 +55,7 @@ def slots(seed: int) -> dict[str, np.ndarray]:
   """Return a cartridge, random."""
   draw = np.random.default_rng([seed, 2])
   found = {name: draw.standard_normal((2, 1, 3, 4)).astype(np.float32) for name in (KEYS, VALUES)}
-  return found | {FROZEN: np.asarray(1, np.int32)}
+  return found | {FROZEN: np.asarray(1, np.int32), WINDOWED: np.asarray(0, np.int32)}
 
 
 @functools.cache

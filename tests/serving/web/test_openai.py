@@ -31,7 +31,7 @@ from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.allowances import Allowances
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import Deadline
-from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, engine_name
+from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, WINDOWED, engine_name
 from sdpo_jax.serving.web import keys as key_files
 from sdpo_jax.serving.web import pages
 from sdpo_jax.serving.web.app import make_app
@@ -114,7 +114,8 @@ def test_a_cartridge_stands_before_prompts(client, world):
 
   def upload(address, **more):
     shape = sizes.layers, sizes.kv_heads, 4, sizes.head_dim
-    arrays = {name: np.float32(draw.standard_normal(shape)) for name in (KEYS, VALUES)} | {FROZEN: np.int32(1)}
+    arrays = dict.fromkeys((FROZEN, WINDOWED), np.int32(0))
+    arrays |= {name: np.float32(draw.standard_normal(shape)) for name in (KEYS, VALUES)}
     files = cartridge_transfer.files_of(arrays, 'sdpo_jax', service.config, service.served)
     return httpx.post(f'{adapters}/{address}', content=zipped(files), headers=zipping | more)
 
