@@ -243,7 +243,9 @@ async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any],
   def prepare() -> CompletionJob:
     with parsing(account, content):
       asked = parse(kind, _json(content))
-    return job_of(account, asked)
+    job = job_of(account, asked)
+    openai_jobs.check_scored(job)
+    return job
 
   job = await run_in_threadpool(prepare)
   if job.asked.stream:

@@ -110,6 +110,15 @@ def job_of_chat(account: Account, asked: ChatCompletionRequest) -> CompletionJob
   )
 
 
+def check_scored(job: CompletionJob) -> None:
+  """Raise InvalidRequest if tokens would have to be scored behind a cartridge."""
+  if job.target.cartridges and (job.asked.topk is not None or job.asked.prompt_logprobs is not None or job.reads):
+    raise InvalidRequest(
+      'Log-probs behind a cartridge are only those of drawn tokens, in the answers of /v1/continual/completions.',
+      field='logprobs',
+    )
+
+
 def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:
   """Return whether scoring the prompts suffices: at most the single most likely next token is requested.
 
@@ -130,11 +139,6 @@ def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequ
 
 
 def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> CompletionJob:
-  if target.cartridges and (asked.topk is not None or asked.prompt_logprobs is not None or _reads(asked, max_tokens)):
-    raise InvalidRequest(
-      'Log-probs behind a cartridge are only those of drawn tokens, in the answers of /v1/continual/completions.',
-      field='logprobs',
-    )
   most = account.service.max_logprobs
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:
