@@ -1,7 +1,8 @@
-"""Checks of server addresses: settings are saved and shown, so secrets in them must come from the environment."""
+"""Addresses of servers: whether others reach them, and that no secret is in a setting, which is saved and shown."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from urllib.parse import parse_qsl, urlsplit
 
@@ -10,6 +11,16 @@ from sdpo_jax.errors import UserError
 VARIABLE = re.compile(r'\$\{([A-Za-z_][A-Za-z0-9_]*)\}')  # ${NAME} in an address.
 # What the names of URL parameters that hold secrets contain.
 _SECRET = re.compile(r'key|token|secret|passw|pwd|auth|cred|sig|session|access|jwt|bearer|sas', re.IGNORECASE)
+
+
+def is_loopback(host: str) -> bool:
+  """Return whether a host can be reached from this machine only."""
+  if host == 'localhost':
+    return True
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
 
 
 def check_address(url: str, setting: str, authorization: str) -> None:

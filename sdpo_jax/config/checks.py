@@ -10,7 +10,7 @@ import fractions
 import math
 import re
 
-from sdpo_jax.config.addresses import check_address
+from sdpo_jax.config.addresses import check_address, is_loopback
 from sdpo_jax.config.conditions import refuse_unread
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, did_you_mean, fields_of, is_number
 from sdpo_jax.config.locations import paths
@@ -534,6 +534,12 @@ def _check_serve(config: schema.Sections) -> None:
   odd = [origin for origin in http.allowed_origins if not re.fullmatch(r'https?://[^/\s]+', origin)]
   _require(
     not odd, f'serve.http.allowed_origins holds {odd}: write them as browsers do, https://HOST or http://HOST:PORT.'
+  )
+  alone = is_loopback(http.host) and not http.allowed_hosts
+  _require(
+    not serve.tokasaurus_tenant or (alone and (http.keys is not None or serve.tokasaurus_tenant == 'local')),
+    'serve.tokasaurus_tenant asks for no key: set serve.http.host=127.0.0.1, leave serve.http.allowed_hosts empty, '
+    "and name 'local' unless there are serve.http.keys, whose owners have what they upload.",
   )
   _require(bool(store.root), 'serve.store.root is empty: name a folder, s3://… or gs://….')
   odd = [place for place in serve.cartridge_sources if not re.match(r'[/~]|\w+://[^/]|hub$', place)]

@@ -994,6 +994,9 @@ class ServeConfig:
   model_name: str = setting(
     '', "Name of the model without an adapter in requests, besides 'base'; empty: the last part of model.path."
   )
+  tokasaurus_tenant: str = setting(
+    '', "Owner as whom programs of this machine use Tokasaurus' /tokasaurus without a key. Leave empty behind a proxy."
+  )
   http: HttpConfig = setting(HttpConfig, 'How the service is reached.')
   store: StoreConfig = setting(StoreConfig, 'What the service stores, and where.')
   limits: LimitsConfig = setting(LimitsConfig, 'Limits of requests, owners and sessions.')

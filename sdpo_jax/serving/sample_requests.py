@@ -152,6 +152,11 @@ class Sampling:
     with self._ending():
       return self._keep(self._drawn.result())
 
+  def unkept(self) -> list[Completion]:
+    """Wait for all completions, and return them in order as they were drawn, without storing any; raises likewise."""
+    with self._ending():
+      return self._drawn.result()
+
   @contextlib.contextmanager
   def _ending(self) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

@@ -16,6 +16,7 @@ import urllib.parse
 from starlette.types import Message, Receive
 
 from sdpo_jax.config import HttpConfig
+from sdpo_jax.config.addresses import is_loopback
 from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NotReady, TooLarge
 from sdpo_jax.serving.web.error_responses import TooSlow
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # Only for annotations: this module does not depend on the se
 
 _LARGEST_HEADER_MS = 10**9
 LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
+_FORWARDED = ('origin', 'forwarded', 'via', 'x-real-ip')  # And x-forwarded-….
 _CORS_HEADERS = (
   'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
 )
@@ -156,7 +158,7 @@ class Origins:
     """
     if not self._is_served(request):
       raise Forbidden(
-        'The header Host is not a name of the service, which sessions require: use localhost, or add the name to '
+        'The header Host is not a name of the service, which this address requires: use localhost, or add the name to '
         'serve.http.allowed_hosts.'
       )
     site, origin = request.header('sec-fetch-site'), request.header('origin')
@@ -186,6 +188,21 @@ class Origins:
       return found.hostname in self._hosts and found.port != 0
     except ValueError:
       return False
+
+
+def check_program(request: GateRequest, client: str) -> None:
+  """Raise Forbidden unless a program on this machine has sent a request, for nobody else as far as one can tell.
+
+  Who reaches such an address needs no key, so browsers are refused whatever page is open, and proxies that say whom
+  they ask for.
+
+  Args:
+    request: the request.
+    client: the address that it comes from; empty: unknown.
+  """
+  forwarded = any(name in _FORWARDED or name.startswith('x-forwarded-') for name in request.headers)
+  if forwarded or not is_loopback(client):
+    raise Forbidden('Only programs on the machine of the service may send requests here, no proxy and no web page.')
 
 
 def time_limit(header: str | None, longest: float) -> float:

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from sdpo_jax.config import ServeConfig
 from sdpo_jax.files import as_json
-from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokenizer_routes
+from sdpo_jax.serving.web import console, distill, native, openai, openapi, session_routes, tokasaurus, tokenizer_routes
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.endpoints import handled
 from sdpo_jax.serving.web.gate import behind_gate
@@ -52,6 +52,7 @@ def make_app(
     *session_routes.ROUTES,
     *openai.ROUTES,
     *tokenizer_routes.ROUTES,
+    *tokasaurus.routes(settings.tokasaurus_tenant),
     *distill.routes(lifetime),
   ]
   return behind_gate(routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)

@@ -55,6 +55,8 @@ class Operation:
   # Whether Host must be a name of the service, and only pages of serve.http.allowed_origins may call it, even if there
   # are keys.
   guarded: bool = False
+  # The owner as whom requests of programs on this machine act, which are the only ones, without a key; None: the key's.
+  tenant: str | None = None
   token: bool = False  # Whether it needs the token of the session that its path names.
   secret: bool = False  # Whether its response is never logged, even if bodies are.
   tagged: bool = False  # Whether the response has an ETag with the version.

@@ -37,6 +37,7 @@ NATIVE = (
   '/v1/lora',
   '/v1/health',
 )
+TOKASAURUS = '/tokasaurus'  # Routes below have the errors of Tokasaurus.
 # In the message of the store about a blob: the id of the adapter, and the number of the version.
 _STORED = re.compile(r'/adapters/([0-9a-z-]+)(?:/versions/([0-9]+)-)?')
 _LONGEST_WAIT = 3600.0  # Seconds in Retry-After, whatever another server has said.
@@ -54,6 +55,10 @@ class MethodNotAllowed(ServiceError):
   """The route does not accept the HTTP method."""
 
   status, code = 405, 'method_not_allowed'
+
+
+class Malformed(InvalidRequest):
+  """The body is not JSON, or does not fit the schema of the route."""
 
 
 class NotJson(ServiceError):
@@ -109,19 +114,19 @@ def public(error: ServiceError) -> ServiceError:
   return type(error)(said, field=error.field, log=error.log or full, retry_after=error.retry_after)
 
 
-def invalid(error: pydantic.ValidationError, fields: Iterable[str] = (), what: str = 'The body') -> InvalidRequest:
+def invalid(error: pydantic.ValidationError, fields: Iterable[str] = (), what: str = 'The body') -> Malformed:
   """Return the first validation error of a body with these fields, with the path in the body but not the value."""
   first, *others = error.errors(include_url=False, include_context=False, include_input=False)
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
-    return InvalidRequest(f'{what} is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.')
+    return Malformed(f'{what} is not JSON ({first["msg"].removeprefix("Invalid JSON: ")}): send one JSON object.')
   if first['type'] in ('extra_forbidden', 'unexpected_keyword_argument'):
     hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
     more = ': /openapi.json lists all fields.' if hint == '.' else hint
-    return InvalidRequest(f'There is no field {path}{more}', field=path)
+    return Malformed(f'There is no field {path}{more}', field=path)
   complaint = first['msg'].removeprefix('Value error, ')
   more = f' ({counted(len(others), "more error")})' if others else ''
-  return InvalidRequest(f'{path or what}: {complaint}{more}.', field=path or None)
+  return Malformed(f'{path or what}: {complaint}{more}.', field=path or None)
 
 
 def failure_of(error: Exception, path: str, request_id: str, unexpected: Callable[[Exception, str], None]) -> Failure:
@@ -169,4 +174,6 @@ def failure(error: ServiceError, path: str, request_id: str) -> Failure:
     said['request_id'] = request_id
   if error.log is not None:
     _logger.warning('%s: %s', request_id, error.log)
+  if path.startswith(f'{TOKASAURUS}/'):
+    return Failure(422 if isinstance(error, Malformed) else error.status, {'detail': str(error)}, headers)
   return Failure(error.status, {'error': said}, headers)

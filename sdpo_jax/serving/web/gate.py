@@ -45,7 +45,7 @@ from sdpo_jax.serving.errors import (
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import IdempotentRequest, StoredResponse
 from sdpo_jax.serving.web import error_responses
-from sdpo_jax.serving.web.admission import GateRequest, Lifetime, Origins, read_body, time_limit
+from sdpo_jax.serving.web.admission import GateRequest, Lifetime, Origins, check_program, read_body, time_limit
 from sdpo_jax.serving.web.endpoints import Operation, operation_of
 from sdpo_jax.serving.web.forwarding import MARK, PART, Forwarding
 from sdpo_jax.serving.web.keys import ApiKey, Keys, presented
@@ -237,8 +237,12 @@ class Gate:
     if operation.open:
       await self._show(scope, receive, answer, None if operation.probe else (scope.get('client') or [''])[0])
       return
-    key = presented(request.headers)
-    sender = _LOCAL if self._keys is None else key and self._keys.find(key)
+    if operation.tenant is None:
+      key = presented(request.headers)
+      sender = _LOCAL if self._keys is None else key and self._keys.find(key)
+    else:
+      check_program(request, (scope.get('client') or [''])[0])
+      sender = ApiKey(operation.tenant, '', operation.tenant, operation.tenant, 0.0)
     if sender is None:
       raise Unauthorized('A valid API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
     owner, request.key = sender.owner, sender.id

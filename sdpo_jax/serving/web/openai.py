@@ -41,8 +41,8 @@ def answer(account: Account, job: CompletionJob) -> dict[str, Any]:
   """Sample or score everything that a request asks for, and return the response."""
   said, drawn = _done(account, job)
   texts = account.service.texts
-  choices = [_choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
-  body = _head(job, 'chat.completion' if job.chat else 'text_completion')
+  choices = [choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
+  body = head_of(job)
   body |= {'choices': choices, 'usage': _usage(job, drawn)}
   if job.chat and job.asked.prompt_logprobs is not None:
     body['prompt_logprobs'] = openai_logprobs.prompt_shape(texts, said[0], job.asked.prompt_logprobs)
@@ -67,10 +67,11 @@ def _done(account: Account, job: CompletionJob) -> tuple[list[list[Position]], l
   return said, drawn
 
 
-def _head(job: CompletionJob, kind: str) -> dict[str, Any]:
+def head_of(job: CompletionJob, kind: str | None = None) -> dict[str, Any]:
+  """Return the fields that every response has, such as the exact version; `kind`: what it is, None: a whole one."""
   return {
     'id': job.id,
-    'object': kind,
+    'object': kind or ('chat.completion' if job.chat else 'text_completion'),
     'created': job.created,
     'model': job.asked.model,
     'system_fingerprint': job.target.uri,  # The exact version that drew the tokens.
@@ -82,8 +83,8 @@ def _usage(job: CompletionJob, drawn: Sequence[DrawnCompletion]) -> dict[str, in
   return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}
 
 
-def _choice(
-  texts: TokenTexts, job: CompletionJob, index: int, drawn: DrawnCompletion, said: Sequence[Position]
+def choice(
+  texts: TokenTexts, job: CompletionJob, index: int, drawn: DrawnCompletion, said: Sequence[Position] = ()
 ) -> dict[str, Any]:
   """Return the JSON of a finished choice, with log-probs of its prompt if these were requested."""
   choice: dict[str, Any] = {'index': index}
@@ -179,7 +180,7 @@ def _parts(account: Account, job: CompletionJob) -> Generator[Part, None, None]:
 
 
 def _chunk_head(job: CompletionJob) -> dict[str, Any]:
-  head = _head(job, 'chat.completion.chunk' if job.chat else 'text_completion')
+  head = head_of(job, 'chat.completion.chunk' if job.chat else 'text_completion')
   return head | {'usage': None} if job.asked.include_usage else head
 
 
@@ -200,7 +201,8 @@ def _events(account: Account, job: CompletionJob) -> Iterator[ServerSentEvent]:
 # Models.
 
 
-def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
+def model_entry(name: str, created: float, **more: Any) -> dict[str, Any]:
+  """Return the description of a model, made at a time in seconds since the epoch."""
   return {'id': name, 'object': 'model', 'created': int(created), 'owned_by': 'sdpo_jax', **more}
 
 
@@ -218,7 +220,7 @@ def models(account: Account, after: str | None = None, limit: int = ALL) -> dict
     InvalidRequest: there is no model `after`.
   """
   base = account.service.model_name
-  found = [_model(base, 0)] if after is None else []
+  found = [model_entry(base, 0)] if after is None else []
   last, _, version = (base if after is None else after).partition('@')
   rows = account.adapters(None if last == base else last, named=True, limit=limit + 1)
   if last != base and not version:  # Its newest version is next.
@@ -230,7 +232,7 @@ def models(account: Account, after: str | None = None, limit: int = ALL) -> dict
 
 
 def _adapter_model(name: str, adapter: AdapterRecord, version: int, base: str) -> dict[str, Any]:
-  return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
+  return model_entry(name, adapter.created, parent=base, adapter=adapter.id, version=version)
 
 
 # Routes.
@@ -301,7 +303,7 @@ async def get_model(request: Request) -> Response:
     if target.adapter is None and len(target.cartridges) == 1:
       [target] = target.cartridges
     if target.adapter is None:
-      return _model(name, 0)
+      return model_entry(name, 0)
     return _adapter_model(name, target.adapter, target.number, account.service.model_name)
 
   return JSONResponse(await run_in_threadpool(describe))

@@ -98,6 +98,25 @@ class _Request(RequestBody):
     """Whether a stream ends with token counts."""
     return self.stream_options is not None and self.stream_options.include_usage
 
+  @pydantic.model_validator(mode='before')
+  @classmethod
+  def _leave_out_what_has_no_effect(cls, body: Any) -> dict[str, Any]:
+    if not isinstance(body, dict):
+      raise InvalidRequest('The body must be a JSON object.')
+    given = {}
+    for name, value in body.items():
+      if name in cls.model_fields:
+        if value is not None:  # null is the same as absent.
+          given[name] = value
+      elif name in _UNSERVED:
+        if value is not None and not any(_same(value, neutral) for neutral in _UNSERVED[name]):
+          raise InvalidRequest(f'{name} is not supported here: leave it out.', field=name)
+      elif name not in _HARMLESS:
+        raise InvalidRequest(
+          f'There is no parameter {name[:100]!r}: leave it out, or correct its name.', field=name[:100]
+        )
+    return given
+
   @pydantic.model_validator(mode='after')
   def _stream_has_its_options(self):
     if self.stream_options is not None and not self.stream:
@@ -216,22 +235,8 @@ def parse(kind: type[Body], body: Any) -> Body:
   Raises:
     InvalidRequest: a parameter is unknown, invalid or not supported.
   """
-  if not isinstance(body, dict):
-    raise InvalidRequest('The body must be a JSON object.')
-  given = {}
-  for name, value in body.items():
-    if name in kind.model_fields:
-      if value is not None:  # null is the same as absent.
-        given[name] = value
-    elif name in _UNSERVED:
-      if value is not None and not any(_same(value, neutral) for neutral in _UNSERVED[name]):
-        raise InvalidRequest(f'{name} is not supported here: leave it out.', field=name)
-    elif name not in _HARMLESS:
-      raise InvalidRequest(
-        f'There is no parameter {name[:100]!r}: leave it out, or correct its name.', field=name[:100]
-      )
   try:
-    return kind.model_validate(given)
+    return kind.model_validate(body)
   except pydantic.ValidationError as error:
     raise _invalid(error) from error
 

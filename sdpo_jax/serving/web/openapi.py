@@ -65,7 +65,7 @@ def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key
     elif known.status != 204:
       answer['content'] = {known.answers: {}}
     entry['responses'] = {str(known.status): answer, 'default': error}
-    if known.open:
+    if known.open or known.tenant is not None:
       entry['security'] = []
     for method in sorted((route.methods or set()) - {'HEAD'}):
       name = f'{method.lower()}{re.sub(r"[^a-z0-9]+", "_", route.path.lower()).rstrip("_")}'

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sdpo_jax.command_lines import command_line
 from sdpo_jax.config import Config, HttpConfig
+from sdpo_jax.config.addresses import is_loopback
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.service import Service
 from sdpo_jax.serving.web.admission import Lifetime
@@ -34,16 +34,6 @@ _SWITCH = 0.0005  # Seconds for which a busy thread keeps others from running; P
 _LAST_ANSWERS = 5  # Seconds within which connections must finish sending at shutdown.
 
 
-def is_local(host: str) -> bool:
-  """Return whether a host can be reached from this machine only."""
-  if host == 'localhost':
-    return True
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return False
-
-
 def open_keys(http: HttpConfig) -> Keys | None:
   """Return the keys of a service; None: it has none, and only this machine can reach it.
 
@@ -52,7 +42,7 @@ def open_keys(http: HttpConfig) -> Keys | None:
   """
   if http.keys is not None:
     return open_place(http.keys)
-  if not is_local(http.host):
+  if not is_loopback(http.host):
     raise UserError(
       f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with '
       f'{command_line("serve_key", "--keys=FILE", "--owner=NAME")} and name that file, or listen on 127.0.0.1.'
