@@ -76,7 +76,7 @@ class CartridgeChat(_CartridgeRequest, openai_schemas.ChatCompletionRequest):
 class CartridgeChats(RequestBody):
   """Conversations to answer at once: all of them, or none."""
 
-  requests: list[CartridgeChat]
+  requests: list[CartridgeChat] = Field(max_length=4096)
 
 
 # Requests.
