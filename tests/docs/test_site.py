@@ -32,7 +32,7 @@ def test_the_pages_stay_short():
     for page in [tiny.REPOSITORY / 'README.md', *(tiny.REPOSITORY / 'docs').glob('*.md')]
   }
   assert words.pop('README.md') <= 900
-  assert words.pop('experiments.md') > 0 and sum(words.values()) <= 28_060
+  assert words.pop('experiments.md') > 0 and sum(words.values()) <= 28_070
 
 
 @pytest.mark.docs
