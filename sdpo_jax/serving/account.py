@@ -305,7 +305,7 @@ class Account:
     with self.turn(id, expected) as adapter:
       if adapter.is_cartridge != (records.KEYS in arrays):
         own, other = ('a cartridge', 'an adapter') if adapter.is_cartridge else ('an adapter', 'a cartridge')
-        raise InvalidRequest(f'{adapter.name} is {own}, and these are the files of {other}.', field='files')
+        raise InvalidRequest(f'{adapter.name} is {own}, and these are files of {other}: import them.', field='files')
       with self.service.commits.of(self.call):
         version = self.service.store.commit(
           self.owner, id, adapter.head, arrays, reason='import', details={'sha256': digest}, request=request
@@ -369,7 +369,7 @@ class Account:
     others = [self._named(each) for each in wanted]
     for each, other in zip(wanted, others, strict=True):
       if other.adapter is None or not other.adapter.is_cartridge:
-        raise InvalidRequest(f'{short_repr(each)} is no cartridge: what is none stands before the #.', field='model')
+        raise InvalidRequest(f'{short_repr(each)} is no cartridge: name it in model, before a #.', field='model')
     if own.adapter is not None and own.adapter.is_cartridge:
       own, others = VersionTarget(None, None), [own, *others]
     return dataclasses.replace(own, cartridges=tuple(others), positions=positions)

@@ -75,7 +75,7 @@ def fetched(source: str, config: Config, served: Served) -> Arrays:
     InvalidRequest: as `arrays_of`.
   """
   if not is_allowed(source, config.serve.cartridge_sources):
-    raise Forbidden(f'{short_repr(source)} is no place from which cartridges are read (serve.cartridge_sources).')
+    raise Forbidden(f'{short_repr(source)} is not in serve.cartridge_sources: upload the files of the cartridge.')
   try:
     return _checked(named_cartridges.read(source, config.model.path, served.policy.config), config, served)
   except UserError as error:

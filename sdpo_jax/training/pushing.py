@@ -65,6 +65,8 @@ class Pushing:
       thread.join(2 * _SECONDS)
     if thread is None or not thread.is_alive():
       self._client.close()
+    if self._fails:
+      _logger.warning('The last slots could not be sent to %s: export the run, and upload them.', self._client.base_url)
 
   def _work(self) -> None:
     while True:
@@ -81,7 +83,7 @@ class Pushing:
       except (httpx2.HTTPError, OSError, ValueError, KeyError, TypeError, UserError) as error:
         if not self._fails:  # Once, until it works again.
           _logger.warning(
-            'The slots of step %d could not be sent to %s (%s); the run goes on, and later ones are sent.',
+            'The slots of step %d could not be sent to %s (%s); the run goes on, and later ones are tried.',
             newest[1],
             self._client.base_url,
             first_line(error),
@@ -98,7 +100,7 @@ class Pushing:
     if said.status_code == httpx2.codes.NOT_FOUND:  # It was deleted.
       self._id = None
     if not said.is_success:
-      raise ValueError(f'status {said.status_code}: {short_repr(said.text)}')
+      raise ValueError(f'status {said.status_code}: {short_repr(said.text, 250)}')
     self._id = self._id or said.json()['id']
 
   def _zip(self, cartridge: Cartridge, step: int) -> bytes:

@@ -115,7 +115,7 @@ def check_scored(job: CompletionJob) -> None:
   if job.target.cartridges and (job.asked.topk is not None or job.asked.prompt_logprobs is not None or job.reads):
     raise InvalidRequest(
       'Log-probs behind a cartridge are only those of drawn tokens, in the answers of /v1/continual/completions.',
-      field='logprobs',
+      field='logprobs' if job.asked.prompt_logprobs is None else 'prompt_logprobs',
     )
 
 
