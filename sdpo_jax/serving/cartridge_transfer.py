@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -21,10 +23,12 @@ from sdpo_jax.serving.errors import Forbidden, InvalidRequest, refusal
 from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.records import FROZEN, KEYS, VALUES, WINDOWED
 from sdpo_jax.serving.shelf import Arrays
+from sdpo_jax.serving.store.blobs import Blobs, open_blobs
 
 HUB = 'hub'  # The entry of serve.cartridge_sources that allows all names on the hub.
 _OURS = (cartridge_files.MANIFEST, cartridge_files.TENSORS)
 _PUBLISHED = (published_cartridges.TENSORS, published_cartridges.CONFIG)
+_LISTED = 1000  # The most names in a bucket that are looked at.
 _NAME = re.compile(r'[\w.-]+/[\w.-]+')
 
 
@@ -77,9 +81,20 @@ def fetched(source: str, config: Config, served: Served) -> Arrays:
   if not is_allowed(source, config.serve.cartridge_sources):
     raise Forbidden(f'{short_repr(source)} is not in serve.cartridge_sources: upload the files of the cartridge.')
   try:
+    if '://' in source:  # As it is there now, not a copy that was made before.
+      with contextlib.closing(open_blobs(source)) as blobs:
+        return arrays_of(_files_in(blobs), config, served)
     return _checked(named_cartridges.read(source, config.model.path, served.policy.config), config, served)
-  except UserError as error:
+  except (UserError, FileNotFoundError) as error:  # The latter: there is no such bucket.
     raise refusal(error) from error
+
+
+def _files_in(blobs: Blobs) -> dict[str, bytes]:
+  """Return the files of a cartridge by name; the only .pt file may have any name."""
+  names = [entry.key for entry in itertools.islice(blobs.list(), _LISTED) if '/' not in entry.key]
+  torch = [name for name in names if name.endswith('.pt')]
+  files = {name: name for name in names} | (dict.fromkeys(_PUBLISHED[:1], torch[0]) if len(torch) == 1 else {})
+  return {name: blobs.get(files[name]) for name in (*_OURS, *_PUBLISHED) if name in files}
 
 
 def is_allowed(source: str, places: Sequence[str]) -> bool:

@@ -890,8 +890,12 @@ def checked_cartridge(name: str, arrays: Arrays, settings: EngineSettings, sizes
       f'{settings.cartridge_window}.'
     )
   for kind in (KEYS, VALUES):
-    if not (abs(found[kind]) <= LARGEST_SLOT).all():
-      raise UserError(f'{name} has {kind} that are not finite, or larger than {LARGEST_SLOT:.0f}.')
+    damaged = ~(abs(found[kind]) <= LARGEST_SLOT)
+    if damaged.any():
+      layer, _, slot, _ = np.unravel_index(damaged.argmax(), damaged.shape)
+      raise UserError(
+        f'{name} has {kind} in slot {slot} of layer {layer} that are not finite, or larger than {LARGEST_SLOT:.0f}.'
+      )
   return {kind: array.copy() if array.flags.writeable else array for kind, array in found.items()}
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import os
+import pathlib
+import tempfile
 import zipfile
 
 import numpy as np
@@ -21,6 +23,7 @@ from sdpo_jax.serving.errors import Forbidden, InvalidRequest, NameTaken, NotFou
 from sdpo_jax.serving.records import FROZEN, KEYS, VALUES
 from sdpo_jax.serving.web.archives import unzipped, zipped
 from tests.serving.service_world import HELLO, SLOTS, make_config, model_folder, running, sample
+from tests.serving.store import s3_store
 
 
 @pytest.fixture(scope='module')
@@ -249,6 +252,46 @@ def zip_of(files):
     for name, body in files.items():
       archive.writestr(name, body)
   return content.getvalue()
+
+
+@pytest.mark.parametrize('spelling', ['fixed', 'frozen'])
+def test_what_publishers_have_written_is_read_from_buckets_the_hub_and_uploads(ada, service, monkeypatch, spelling):
+  """In both spellings, and a bucket as it is now: a cartridge that has been replaced there is not the one before."""
+
+  def slots(name):
+    version = ada.version(ada.resolve(name).cartridges[0].adapter.id)
+    return {kind: service.store.arrays(version)[kind] for kind in (KEYS, VALUES, FROZEN)}
+
+  def made(folder, seed):
+    own = cartridge(service, seed=seed, frozen=3)
+    published_cartridges.write(folder, own, 'tiny', spelling, 'float32')
+    return own, {file.name: file.read_bytes() for file in folder.iterdir()}
+
+  monkeypatch.setattr(service.settings, 'cartridge_sources', ('s3://bucket/notes', 'hub'))
+  with s3_store.S3() as bucket, tempfile.TemporaryDirectory() as folder:
+    monkeypatch.setenv('AWS_ENDPOINT_URL', bucket.options['endpoint'])
+    for name, value in {'AWS_ALLOW_HTTP': 'true', 'AWS_SKIP_SIGNATURE': 'true', 'AWS_REGION': 'none'}.items():
+      monkeypatch.setenv(name, value)
+    for seed in (1, 2):
+      own, files = made(pathlib.Path(folder, str(seed)), seed)
+      bucket.objects |= {
+        'notes/7/cache-step7.pt': files['cartridge.pt'],
+        'notes/7/config.yaml': files['config.yaml'],
+        'notes/7/more/cartridge.pt': b'',
+        'notes/7/README.md': b'',
+      }
+      ada.create(f'kept{seed}', source='s3://bucket/notes/7')
+      ada.import_files(f'sent{seed}', unzipped(zip_of({'cache-step7.pt': files['cartridge.pt']})))
+      monkeypatch.setattr('huggingface_hub.snapshot_download', lambda name, **options: str(pathlib.Path(folder, '1')))
+      for name in (f'kept{seed}', f'sent{seed}'):
+        found = slots(name)
+        np.testing.assert_array_equal(found[KEYS], own.keys)
+        np.testing.assert_array_equal(found[VALUES], own.values)
+        assert found[FROZEN] == 3
+    with pytest.raises(InvalidRequest, match='or a single .pt file, but holds none'):
+      ada.create('other', source='s3://bucket/notes/8')
+    ada.create('named', source='hazyresearch/cartridge-wauoq23f')
+    np.testing.assert_array_equal(slots('named')[KEYS], slots('kept1')[KEYS])
 
 
 def test_only_places_that_the_operator_allows_are_read(ada, service, tmp_path):

@@ -127,7 +127,7 @@ def test_what_no_model_computes_is_refused_and_changes_nothing(engine):
   for arrays, said in (
     (changed(KEYS, np.nan), 'not finite'),
     (changed(VALUES, np.inf), 'not finite'),
-    (changed(KEYS, 1e30), 'larger than 65536'),
+    (changed(KEYS, 1e30), 'keys in slot 1 of layer 0 that are not finite, or larger than 65536'),
     (changed(VALUES, -2 * LARGEST_SLOT), 'larger than 65536'),
     (good | {KEYS: good[KEYS][:, :1]}, 'float32 keys and values of 1 layers, 2 heads'),
     (good | {KEYS: good[KEYS].astype(np.float16)}, 'keys float16'),
