@@ -323,12 +323,16 @@ def built(config: Config, prompts) -> list:
     'rollbacks': config.alarms.rules and config.alarms.action == 'rollback' and config.alarms.max_rollbacks,
     'partitions': config.trainer.batch_order == 'balanced' and config.trainer.balance_partitions,
     'order': config.trainer.batch_order,
+    'a service': config.trainer.push_url and [getattr(config.trainer, f'push_{name}') for name in PUSHING],
     'tables': config.trainer.sample_table_freq and config.trainer.sample_table_rows,
     'top tokens': config.trainer.rollout_save_freq and config.trainer.record_top_tokens,
     'graders': config.environments.http.url and config.environments.http,
     'judges': config.environments.judge.base_url and config.environments.judge,
   }
   return [value or None for value in parts.values()]
+
+
+PUSHING = 'url', 'freq', 'name', 'key_env'
 
 
 def said(config: Config, name: str) -> str | None:

@@ -203,7 +203,7 @@ def _streamed(asked: Incoming) -> Iterator[ServerSentEvent]:
       yield ServerSentEvent(completion_said(event.index, event.sample), 'completion')
   samples = [done[index] for index in sorted(done)]
   said = completions_said(asked.body.model, target, prompt, samples, sampling.reused)
-  yield ServerSentEvent({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
+  yield ServerSentEvent({name: said[name] for name in ('model', 'adapter', 'version', 'uri', 'usage')}, 'done')
 
 
 # Scores.
@@ -463,6 +463,7 @@ def completions_said(
     'model': model,
     'adapter': None if target.adapter is None else target.adapter.id,
     'version': target.number,
+    'uri': target.uri,
     'prompt_tokens': list(prompt),
     'completions': [completion_said(index, sample) for index, sample in enumerate(samples)],
     'usage': usage | {'reused_tokens': reused},

@@ -265,6 +265,7 @@ class CompletionsSaid(ResponseBody):
   model: str
   adapter: str | None
   version: int | None
+  uri: str = Field(description='What names exactly the version and the cartridges that were read, as a `model`.')
   prompt_tokens: list[int]
   completions: list[CompletionSaid]
   usage: Usage

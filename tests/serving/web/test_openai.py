@@ -132,7 +132,9 @@ def test_a_cartridge_stands_before_prompts(client, world):
     with pytest.raises(openai.BadRequestError, match='behind a cartridge'):
       complete(client, model='notes', **options | more)
   asked = dict(model='notes', messages=MESSAGES, temperature=0, max_tokens=3)
-  [done] = httpx.post(f'{world.url}/v1/continual/completions', json=asked).json()['completions']
+  answer = httpx.post(f'{world.url}/v1/continual/completions', json=asked).json()
+  [done] = answer['completions']
+  assert answer['uri'] == behind.system_fingerprint
   assert done['sample_id'] == '' and len(done['log_probs']) == 3
   pushed = upload(f'{made["id"]}/versions', **{'If-Match': '"0"'})
   assert (pushed.status_code, pushed.json()['version'], pushed.headers['ETag']) == (201, 1, '"1"')
