@@ -187,10 +187,14 @@ class Engine:
     keep = self._programs.keep
 
     sampled, taught, trained = pooled_policies(policy, settings)
-    functions = {name: keep(name, function) for name, function in pool_functions(sampled, trained).items()}
-    self._put_slot, self._get_slot = functions['put_slot'], functions['get_slot']
-    self._snapshots = _Pool(sampled, policy.dtype, functions['put_snapshot'])
-    self._teachers, self._teacher_places = _Pool(taught, 'float32', functions['put_teacher']), Places(settings.teachers)
+    functions = pool_functions(sampled, trained)
+    if self._bank is None:  # Both pools hold the same.
+      del functions['put_teacher']
+    functions = {name: keep(name, function) for name, function in functions.items()}
+    self._put_slot, self._get_slot, put_snapshot = (functions[name] for name in ('put_slot', 'get_slot', 'put_snapshot'))
+    self._snapshots = _Pool(sampled, policy.dtype, put_snapshot)
+    self._teachers = _Pool(taught, 'float32', functions.get('put_teacher', put_snapshot))
+    self._teacher_places = Places(settings.teachers)
     self._slots: SlotState | None = None  # None: the next feedback makes them.
     self._slot_places, self._trained = Places(settings.slots), trained
     sampler = Sampler(

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks import chromium, console_clicks
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, ServeConfig
 from sdpo_jax.serving.web import console, pages
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.app import make_app
@@ -125,6 +125,7 @@ LARGE = '{"name": "g", "arguments": {"p": 12345678901234567890, "q": [-0.0, 0.1]
 HIDDEN = '{"name": "g\u200b", "arguments": {"p": "a\u202eb\u3164 אבג"}}'
 # Room for answers and conversations of bytes.
 ROOM = {'prompt_buckets': (384,), 'response_buckets': (128,), 'teacher_buckets': (384,), 'score_buckets': (512,)}
+ROOM |= {'cartridges': 0, 'cartridge_slots': ServeConfig.cartridge_slots}  # They take all positions of the model.
 # Answers whose addresses match `holding` wait in `held`; `seen` is whether choices were inert when they came.
 HOLD = """
 window.held = []; window.holding = null;
