@@ -36,7 +36,7 @@ from sdpo_jax.serving.web import openai, openai_jobs, openai_logprobs, openai_sc
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
 from sdpo_jax.serving.web.error_responses import TOKASAURUS
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion
-from sdpo_jax.serving.web.schemas import Name, RequestBody, one_of
+from sdpo_jax.serving.web.schemas import Listed, Name, RequestBody, one_of
 
 _PICKLE = 'application/octet-stream'
 # Parameters of OpenAI's schemas that Tokasaurus or these routes do not have.
@@ -76,7 +76,7 @@ class CartridgeChat(_CartridgeRequest, openai_schemas.ChatCompletionRequest):
 class CartridgeChats(RequestBody):
   """Conversations to answer at once: all of them, or none."""
 
-  requests: list[CartridgeChat] = Field(max_length=4096)
+  requests: Listed[CartridgeChat] = Field(max_length=4096)
 
 
 # Requests.
