@@ -148,6 +148,8 @@ def _answer(account: Account, job: CompletionJob, drawn: Sequence[Completion], s
     scored: yields a `Scored` for each, if the most likely tokens were requested.
   """
   asked, service, choices = job.asked, account.service, []
+  packed = asked.logprobs_in_fingerprint  # And nowhere else.
+  shown = dataclasses.replace(job, asked=asked.model_copy(update={'logprobs': None})) if packed else job
   fingerprint: dict[str, list[Any]] = {name: [] for name in ('completion_ids', *_PACKED)}
   for index, each in enumerate(drawn):
     tokens, log_probs = each.tokens.tolist(), each.sampling_log_probs if asked.temperature else each.model_log_probs
@@ -155,10 +157,9 @@ def _answer(account: Account, job: CompletionJob, drawn: Sequence[Completion], s
     # As Tokasaurus, also if the last of as many tokens as were allowed would have ended the completion.
     ending = 'length' if len(tokens) == job.max_tokens else 'stop'
     done = DrawnCompletion(tokens, finished_text(service.tokenizer, tokens, asked.stops), ending, None, said)
-    choices.append(openai.choice(service.texts, job, index, done))
+    choices.append(openai.choice(service.texts, shown, index, done))
     fingerprint['completion_ids'].append(tokens)
-    if asked.logprobs_in_fingerprint:
-      choices[-1]['logprobs'] = None
+    if packed:
       tops = [zip(*at.top[: asked.topk], strict=True) for at in said] if asked.topk else ()
       arrays = [at.log_prob for at in said], *zip(*tops, strict=True)  # [T], and [T, K] twice.
       for (name, kind), values in zip(_PACKED.items(), arrays, strict=False):

@@ -15,6 +15,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.models.adapters import published_cartridges
 from sdpo_jax.models.adapters.cartridge import Cartridge
 from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.web import openai_logprobs
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.telemetry import Log
@@ -154,6 +155,12 @@ def test_the_json_routes_answer_alike(here, world):
   assert text['object'] == 'text_completion' and len(text['choices'][1]['logprobs']['top_logprobs'][0]) == 2
   assert json.loads(text['system_fingerprint'])['completion_ids'] == packed['completion_ids'] * 2
   assert text['usage']['prompt_tokens'] == 2 * len(prompt)
+
+
+def test_log_probs_are_written_once(here, monkeypatch):
+  monkeypatch.setattr(openai_logprobs, 'content_shape', None)
+  [row] = batch(here, BATCHES[0], ROW | TOP)
+  assert row['choices'][0]['logprobs'] is None
 
 
 def test_log_probs_are_those_of_the_temperature(here, world):
