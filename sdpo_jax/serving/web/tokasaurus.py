@@ -93,7 +93,7 @@ def _job(account: Account, asked: CartridgeCompletion | CartridgeChat) -> Comple
   for name, source in pairs:
     try:
       account.resolve(BASE_NAME, [name])
-    except NotFound:
+    except (NotFound, InvalidRequest):  # Or it is an adapter.
       raise InvalidRequest(
         f'serve.tokasaurus_tenant has no cartridge {name!r}, and {source} is not read here: upload it under that name, '
         'or create it with a source that serve.cartridge_sources allows.'

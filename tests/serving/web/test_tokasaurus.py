@@ -190,6 +190,7 @@ def test_there_is_one_model_and_a_ping(here):
     ({'cartridges': [{'id': 'wauoq23f'}]}, 'wandb is not read here: upload it under that name'),
     ({'cartridges': [{'id': 'a/b', 'source': 'huggingface'}]}, "'a-b', and huggingface is not read"),
     ({'cartridges': [{'id': 'none', 'source': 'local'}]}, "no cartridge 'none'"),
+    ({'cartridges': [{'id': 'base'}]}, "no cartridge 'base'"),
     ({'stream': True}, 'stream is not supported'),
     ({'top_p': 0.9}, 'top_p is not supported'),
     ({'prompt_logprobs': 1}, 'prompt_logprobs is not supported'),
