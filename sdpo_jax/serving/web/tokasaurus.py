@@ -116,7 +116,10 @@ def _check_chat(account: Account, asked: CartridgeChat) -> None:
     raise InvalidRequest('messages must end with one of the user; cartridges are named in their field, not in a text.')
   own = asked.apply_chat_template_overrides
   if not own.items() <= account.service.chat.variables.items():
-    raise InvalidRequest(f'apply_chat_template_overrides={short_repr(own)} is not data.apply_chat_template_kwargs.')
+    raise InvalidRequest(
+      f'apply_chat_template_overrides={short_repr(own)} must be as data.enable_thinking and '
+      'data.apply_chat_template_kwargs are.'
+    )
 
 
 # Answers.

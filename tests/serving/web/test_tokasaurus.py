@@ -197,7 +197,7 @@ def test_there_is_one_model_and_a_ping(here):
     ({'frequency_penalty': 1}, 'frequency_penalty is not supported'),
     ({'ignore_eos': True}, 'ignore_eos is not supported'),
     ({'enable_thinking': True}, 'enable_thinking'),
-    ({'apply_chat_template_overrides': {'enable_thinking': True}}, 'data.apply_chat_template_kwargs'),
+    ({'apply_chat_template_overrides': {'enable_thinking': True}}, 'must be as data.enable_thinking'),
     ({'model': 'other'}, 'model must be tiny'),
     ({'messages': [*ROW['messages'], {'role': 'assistant', 'content': 'It is'}]}, 'must end with one of the user'),
     (
