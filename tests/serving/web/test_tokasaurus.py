@@ -254,6 +254,11 @@ def test_only_programs_on_this_machine_are_served_and_elsewhere_nobody_without_a
     response = client(world.app, **headers).get(f'{BASE}/ping')
     assert response.status_code == 403 and list(response.json()) == ['detail'], headers
   assert client(world.app, '::1').get(f'{BASE}/ping').status_code == 200
+
+  async def behind_a_proxy(scope, receive, send):
+    await world.app(scope | {'http_version': '1.0'}, receive, send)
+
+  assert client(behind_a_proxy).get(f'{BASE}/ping').status_code == 403
   for path in ('/v1/models', '/v1/continual/adapters', '/v1/usage', f'{BASE}/v1/adapters', f'{BASE}/../v1/usage'):
     assert here.get(path).status_code in (401, 403), path
   assert here.post('/v1/chat/completions', json={'model': 'tiny', 'messages': ROW['messages']}).status_code == 401
