@@ -190,18 +190,19 @@ class Origins:
       return False
 
 
-def check_program(request: GateRequest, client: str) -> None:
+def check_program(request: GateRequest, client: str, version: str) -> None:
   """Raise Forbidden unless a program on this machine has sent a request, for nobody else as far as one can tell.
 
   Who reaches such an address needs no key, so browsers are refused whatever page is open, and proxies that say whom
-  they ask for.
+  they ask for, or speak HTTP/1.0, as some do by default.
 
   Args:
     request: the request.
     client: the address that it comes from; empty: unknown.
+    version: of HTTP, such as 1.1.
   """
   forwarded = any(name in _FORWARDED or name.startswith('x-forwarded-') for name in request.headers)
-  if forwarded or not is_loopback(client):
+  if forwarded or version == '1.0' or not is_loopback(client):
     raise Forbidden('Only programs on the machine of the service may send requests here, no proxy and no web page.')
 
 

@@ -26,6 +26,7 @@ from sdpo_jax.serving.web.endpoints import Incoming, Reply, handled, route
 from sdpo_jax.serving.web.native import feedback_again, zip_reply
 from sdpo_jax.serving.web.pages import PAGED, limit_of, page
 from sdpo_jax.serving.web.schemas import (
+  Listed,
   Message,
   Named,
   Number,
@@ -147,7 +148,7 @@ class Orchestration(RequestBody):
 class LoraFeedbackBody(RequestBody):
   """Completions of one adapter, which learns from all of them in one transaction."""
 
-  requests: Annotated[list[LoraFeedbackItem], Field(min_length=1)]
+  requests: Annotated[Listed[LoraFeedbackItem], Field(min_length=1)]
   orchestration: Orchestration = Field(default_factory=Orchestration)
 
   @model_validator(mode='after')
@@ -265,7 +266,7 @@ def _learned(adapter: AdapterRecord, answer: dict[str, Any]) -> dict[str, Any]:
 class CompletionScoreBody(Named):
   """A completion to score."""
 
-  messages: list[Message] | None = Field(None, description='The conversation before the completion.')
+  messages: Listed[Message] | None = Field(None, description='The conversation before the completion.')
   prompt: Text | Tokens | None = Field(None, description='Alternatively, a text or token ids.')
   completion: Text | Tokens
 
@@ -303,7 +304,7 @@ class LoraInitBody(RequestBody):
   base_model: str | None = Field(None, description='The model that you expect.')
   lora_r: int | None = Field(None, description='The rank that you expect.')
   lora_alpha: Number | None = Field(None, description='The alpha that you expect.')
-  target_modules: list[str] | None = Field(None, description='The matrices with factors that you expect.')
+  target_modules: Listed[str] | None = Field(None, description='The matrices with factors that you expect.')
 
 
 class LoraSaid(ResponseBody):

@@ -124,7 +124,7 @@ def invalid(error: pydantic.ValidationError, fields: Iterable[str] = (), what: s
     hint = did_you_mean(path, fields if len(first['loc']) == 1 else ())
     more = ': /openapi.json lists all fields.' if hint == '.' else hint
     return Malformed(f'There is no field {path}{more}', field=path)
-  complaint = first['msg'].removeprefix('Value error, ')
+  complaint = first['msg'].removeprefix('Value error, ').removesuffix('.')
   more = f' ({counted(len(others), "more error")})' if others else ''
   return Malformed(f'{path or what}: {complaint}{more}.', field=path or None)
 

@@ -241,7 +241,7 @@ class Gate:
       key = presented(request.headers)
       sender = _LOCAL if self._keys is None else key and self._keys.find(key)
     else:
-      check_program(request, (scope.get('client') or [''])[0])
+      check_program(request, (scope.get('client') or [''])[0], scope['http_version'])
       sender = ApiKey(operation.tenant, '', operation.tenant, operation.tenant, 0.0)
     if sender is None:
       raise Unauthorized('A valid API key is required: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')

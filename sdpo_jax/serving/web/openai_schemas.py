@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.web.schemas import CartridgePositions, Cartridges, RequestBody, Token
+from sdpo_jax.serving.web.schemas import CartridgePositions, Cartridges, Listed, RequestBody, Token
 
 MOST_CHOICES = 128  # The largest n, as at OpenAI.
 DEFAULT_COMPLETION_TOKENS = 16  # Default max_tokens of /v1/completions, as at OpenAI.
@@ -80,8 +80,8 @@ class _Request(RequestBody):
   top_k: int = pydantic.Field(-1, ge=-1)  # 0 and -1: all.
   min_p: float = pydantic.Field(0.0, ge=0, le=1)
   seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
-  stop: str | list[str] = []
-  stop_token_ids: list[Token] = []
+  stop: str | Listed[str] = []
+  stop_token_ids: Listed[Token] = []
   stream: bool = False
   stream_options: StreamOptions | None = None
   prompt_logprobs: int | None = pydantic.Field(None, ge=-1)  # vLLM's.
@@ -129,7 +129,7 @@ class _Request(RequestBody):
 class TextCompletionRequest(_Request):
   """The body of a POST to /v1/completions."""
 
-  prompt: str | list[str] | list[Token] | list[list[Token]]
+  prompt: str | Listed[str] | Listed[Token] | Listed[Listed[Token]]
   logprobs: bool | int | None = None  # A number as in OpenAI's API; true as in Fireworks', with `top_logprobs`.
   top_logprobs: int | None = pydantic.Field(None, ge=0)
   echo: bool = False
@@ -182,7 +182,7 @@ class ChatMessage(RequestBody):
   """A message of a conversation."""
 
   role: Literal['system', 'developer', 'user', 'assistant']
-  content: str | list[TextPart]
+  content: str | Listed[TextPart]
   name: str | None = None
 
   def plain(self) -> dict[str, str]:
@@ -194,7 +194,7 @@ class ChatMessage(RequestBody):
 class ChatCompletionRequest(_Request):
   """The body of a POST to /v1/chat/completions."""
 
-  messages: list[ChatMessage] = pydantic.Field(min_length=1)
+  messages: Listed[ChatMessage] = pydantic.Field(min_length=1)
   max_completion_tokens: int | None = pydantic.Field(None, ge=0)
   logprobs: bool = False
   top_logprobs: int | None = pydantic.Field(None, ge=0)

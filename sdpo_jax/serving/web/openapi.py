@@ -27,7 +27,10 @@ class ErrorBody(pydantic.BaseModel):
 
 
 class ErrorAnswer(pydantic.BaseModel):
-  """The response to a failed request; OpenAI-compatible ones have type and param, not field and retry_after_s."""
+  """The response to a failed request.
+
+  OpenAI-compatible ones have type and param, not field and retry_after_s; those below /tokasaurus only {detail}.
+  """
 
   error: ErrorBody
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import Field
@@ -11,8 +11,11 @@ from sdpo_jax.models.adapters.composition import Positions
 from sdpo_jax.serving.feedback_request import DETAILS, MOST_TOP, teacher_settings
 from sdpo_jax.serving.records import MOST_CARTRIDGES
 
+_Entry = TypeVar('_Entry')
+# A body has room for millions of wrong entries, and building an error for each would stop all other threads.
+Listed = Annotated[list[_Entry], Field(fail_fast=True)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(max_length=1_000_000)]
+Tokens = Annotated[Listed[Token], Field(max_length=1_000_000)]
 Text = Annotated[str, Field(max_length=4_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Cartridges = Annotated[list[Name], Field(max_length=MOST_CARTRIDGES)]
@@ -206,7 +209,7 @@ class Named(RequestBody):
 class Prompted(RequestBody):
   """A prompt in one of three forms."""
 
-  messages: list[Message] | None = Field(None, description="A conversation, rendered by the model's chat template.")
+  messages: Listed[Message] | None = Field(None, description="A conversation, rendered by the model's chat template.")
   prompt: Text | None = Field(None, description='A text, tokenized without the chat template.')
   prompt_tokens: Tokens | None = Field(None, description='Token ids.')
 
@@ -279,7 +282,7 @@ class ScoreRow(Prompted):
 
   completion: Text | None = Field(None, description='A text, which is tokenized again; `tokens` are exact.')
   tokens: Tokens | None = None
-  ids: Annotated[list[Annotated[list[Token], Field(max_length=4096)]], Field(max_length=100_000)] | None = Field(
+  ids: Annotated[Listed[Annotated[Listed[Token], Field(max_length=4096)]], Field(max_length=100_000)] | None = Field(
     None, description='For each token of the completion, further ids to score; the same number for every token.'
   )
 
@@ -317,10 +320,10 @@ class FeedbackItem(RequestBody):
   sample_id: str | None = Field(None, description='The id of a completion of this service.')
   prompt_tokens: Tokens | None = Field(None, description='Without a sample_id: the prompt.')
   tokens: Tokens | None = Field(None, description='Without a sample_id: the completion.')
-  log_probs: Annotated[list[Number], Field(max_length=1_000_000)] | None = Field(
+  log_probs: Annotated[Listed[Number], Field(max_length=1_000_000)] | None = Field(
     None, description='Log-probs of `tokens` when they were sampled; null: those of the current version.'
   )
-  messages: list[Message] | None = Field(None, description='The conversation behind prompt_tokens, for the teacher.')
+  messages: Listed[Message] | None = Field(None, description='The conversation behind prompt_tokens, for the teacher.')
   feedback: Text | None = Field(None, description='What is wrong with the completion, in words.')
   correction: Text | None = Field(None, description='The right answer in its place.')
   demonstration: Text | None = Field(None, description='Another right answer to learn from.')
@@ -369,7 +372,7 @@ class Update(RequestBody):
 class FeedbackBody(FeedbackItem):
   """Feedback on one completion, or on several in `items`, and how to learn from it."""
 
-  items: list[FeedbackItem] | None = Field(None, description='Several completions, instead of the fields of one.')
+  items: Listed[FeedbackItem] | None = Field(None, description='Several completions, instead of the fields of one.')
   update: Update = Field(default_factory=Update)
   teacher: Teacher | None = Field(
     None,
@@ -382,7 +385,7 @@ class FeedbackBody(FeedbackItem):
     description='max_kl_to_base, min_entropy, max_loss_ratio, max_self_similarity, max_rejected_rise, '
     'max_ability_loss; null turns one off.',
   )
-  detail: list[str] | None = Field(
+  detail: Listed[str] | None = Field(
     None, description=f'Which per-token lists the response has, of {", ".join(DETAILS)}; null: all.'
   )
   top: int | None = Field(

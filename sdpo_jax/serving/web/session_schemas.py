@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from sdpo_jax.serving.sessions.session_records import JsonObject, Label, LearnedTurns, Text, ToolResult
-from sdpo_jax.serving.web.schemas import PageSaid, RequestBody, ResponseBody
+from sdpo_jax.serving.web.schemas import Listed, PageSaid, RequestBody, ResponseBody
 
 
 class SessionMessage(RequestBody):
@@ -20,7 +20,7 @@ class SessionMessage(RequestBody):
 class ProposeRequest(RequestBody):
   """A request for the next proposal."""
 
-  messages: list[SessionMessage] = Field(
+  messages: Listed[SessionMessage] = Field(
     default_factory=list, description='The messages since the last proposal; empty after a denial: try again.'
   )
   seed: int | None = Field(None, description='The seed of sampling; null: a random one.')

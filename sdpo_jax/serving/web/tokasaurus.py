@@ -36,7 +36,7 @@ from sdpo_jax.serving.web import openai, openai_jobs, openai_logprobs, openai_sc
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
 from sdpo_jax.serving.web.error_responses import TOKASAURUS
 from sdpo_jax.serving.web.openai_jobs import CompletionJob, DrawnCompletion
-from sdpo_jax.serving.web.schemas import Name, RequestBody, one_of
+from sdpo_jax.serving.web.schemas import Listed, Name, RequestBody, one_of
 
 _PICKLE = 'application/octet-stream'
 # Parameters of OpenAI's schemas that Tokasaurus or these routes do not have.
@@ -76,7 +76,7 @@ class CartridgeChat(_CartridgeRequest, openai_schemas.ChatCompletionRequest):
 class CartridgeChats(RequestBody):
   """Conversations to answer at once: all of them, or none."""
 
-  requests: list[CartridgeChat] = Field(max_length=4096)
+  requests: Listed[CartridgeChat] = Field(max_length=4096)
 
 
 # Requests.
@@ -93,7 +93,7 @@ def _job(account: Account, asked: CartridgeCompletion | CartridgeChat) -> Comple
   for name, source in pairs:
     try:
       account.resolve(BASE_NAME, [name])
-    except NotFound:
+    except (NotFound, InvalidRequest):  # Or it is an adapter.
       raise InvalidRequest(
         f'serve.tokasaurus_tenant has no cartridge {name!r}, and {source} is not read here: upload it under that name, '
         'or create it with a source that serve.cartridge_sources allows.'
@@ -116,7 +116,10 @@ def _check_chat(account: Account, asked: CartridgeChat) -> None:
     raise InvalidRequest('messages must end with one of the user; cartridges are named in their field, not in a text.')
   own = asked.apply_chat_template_overrides
   if not own.items() <= account.service.chat.variables.items():
-    raise InvalidRequest(f'apply_chat_template_overrides={short_repr(own)} is not data.apply_chat_template_kwargs.')
+    raise InvalidRequest(
+      f'apply_chat_template_overrides={short_repr(own)} must be as data.enable_thinking and '
+      'data.apply_chat_template_kwargs are.'
+    )
 
 
 # Answers.
@@ -148,6 +151,8 @@ def _answer(account: Account, job: CompletionJob, drawn: Sequence[Completion], s
     scored: yields a `Scored` for each, if the most likely tokens were requested.
   """
   asked, service, choices = job.asked, account.service, []
+  packed = asked.logprobs_in_fingerprint  # And nowhere else.
+  shown = dataclasses.replace(job, asked=asked.model_copy(update={'logprobs': None})) if packed else job
   fingerprint: dict[str, list[Any]] = {name: [] for name in ('completion_ids', *_PACKED)}
   for index, each in enumerate(drawn):
     tokens, log_probs = each.tokens.tolist(), each.sampling_log_probs if asked.temperature else each.model_log_probs
@@ -155,10 +160,9 @@ def _answer(account: Account, job: CompletionJob, drawn: Sequence[Completion], s
     # As Tokasaurus, also if the last of as many tokens as were allowed would have ended the completion.
     ending = 'length' if len(tokens) == job.max_tokens else 'stop'
     done = DrawnCompletion(tokens, finished_text(service.tokenizer, tokens, asked.stops), ending, None, said)
-    choices.append(openai.choice(service.texts, job, index, done))
+    choices.append(openai.choice(service.texts, shown, index, done))
     fingerprint['completion_ids'].append(tokens)
-    if asked.logprobs_in_fingerprint:
-      choices[-1]['logprobs'] = None
+    if packed:
       tops = [zip(*at.top[: asked.topk], strict=True) for at in said] if asked.topk else ()
       arrays = [at.log_prob for at in said], *zip(*tops, strict=True)  # [T], and [T, K] twice.
       for (name, kind), values in zip(_PACKED.items(), arrays, strict=False):

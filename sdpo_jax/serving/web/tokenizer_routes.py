@@ -8,7 +8,7 @@ from pydantic import Field
 
 from sdpo_jax.serving.request_prompts import check_tokens
 from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
-from sdpo_jax.serving.web.schemas import Message, RequestBody, ResponseBody, Tokens, one_of
+from sdpo_jax.serving.web.schemas import Listed, Message, RequestBody, ResponseBody, Tokens, one_of
 
 _LONGEST = 200_000  # Characters of a text: other requests wait while it is tokenized.
 _SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
@@ -19,7 +19,7 @@ class TokenizeBody(RequestBody):
 
   model: str | None = Field(None, description='Without effect: all adapters have one tokenizer.')
   prompt: Annotated[str, Field(max_length=_LONGEST)] | None = None
-  messages: list[Message] | None = Field(None, description="Alternatively, a conversation for the model's template.")
+  messages: Listed[Message] | None = Field(None, description="Alternatively, a conversation for the model's template.")
   add_special_tokens: bool = Field(True, description='Whether the tokenizer adds its special tokens to a text.')
   return_token_strs: bool = False
 

@@ -10,6 +10,7 @@ import zipfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
+import pydantic
 import pytest
 
 from sdpo_jax.errors import UserError
@@ -25,7 +26,7 @@ from sdpo_jax.serving.errors import (
   Unauthorized,
   VersionConflict,
 )
-from sdpo_jax.serving.web import archives, error_responses, packed, schemas, score_formats
+from sdpo_jax.serving.web import app, archives, error_responses, packed, schemas, score_formats
 from sdpo_jax.serving.web.admission import Lifetime
 from sdpo_jax.serving.web.events import ServerSentEvent
 from sdpo_jax.serving.web.telemetry import Log, Metrics
@@ -202,6 +203,22 @@ def test_values_of_a_body_are_not_in_its_error():
     schemas.FeedbackBody.model_validate_json('{"sample_id": 5, "feedback": ["a secret prompt"], "mode": "secret"}')
   said = str(error_responses.known(caught.value))
   assert 'secret' not in said and 'more errors' in said
+
+
+def bodies(kind=schemas.RequestBody):
+  """All kinds of bodies and of their parts, of all routes."""
+  return [kind, *(each for own in kind.__subclasses__() for each in bodies(own))]
+
+
+def test_few_of_many_wrong_entries_are_reported():
+  """A body of 16 MB has room for 8 million: an error for each takes 7 GB, and half a minute of all threads."""
+  assert app.make_app and len(bodies()) > 40
+  for kind in bodies():
+    for name in kind.model_fields:
+      try:
+        kind.model_validate_json(json.dumps({name: [{}] * 2000}))
+      except pydantic.ValidationError as error:
+        assert error.error_count() < 1000, (kind, name)
 
 
 def test_a_feedback_is_about_one_completion_or_items():
