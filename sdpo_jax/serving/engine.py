@@ -191,7 +191,8 @@ class Engine:
     if self._bank is None:  # Both pools hold the same.
       del functions['put_teacher']
     functions = {name: keep(name, function) for name, function in functions.items()}
-    self._put_slot, self._get_slot, put_snapshot = (functions[name] for name in ('put_slot', 'get_slot', 'put_snapshot'))
+    self._put_slot, self._get_slot = functions['put_slot'], functions['get_slot']
+    put_snapshot = functions['put_snapshot']
     self._snapshots = _Pool(sampled, policy.dtype, put_snapshot)
     self._teachers = _Pool(taught, 'float32', functions.get('put_teacher', put_snapshot))
     self._teacher_places = Places(settings.teachers)
