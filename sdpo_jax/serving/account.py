@@ -268,11 +268,7 @@ class Account:
       source = self.service.store.version(self.owner, id, to)
       with self.service.reading.of(self.call):
         arrays = self.service.store.arrays(source)
-      with self.service.commits.of(self.call):
-        version = self.service.store.commit(
-          self.owner, id, adapter.head, arrays, reason='undo', details={'to': to}, parent=to, request=request
-        )
-    self.service.events.add(id, 'committed', {'version': version.number, 'reason': 'undo'})
+      version = self._commit(adapter, arrays, 'undo', details={'to': to}, parent=to, request=request)
     return version
 
   # Files.
@@ -306,11 +302,16 @@ class Account:
       if adapter.is_cartridge != (records.KEYS in arrays):
         own, other = ('a cartridge', 'an adapter') if adapter.is_cartridge else ('an adapter', 'a cartridge')
         raise InvalidRequest(f'{adapter.name} is {own}, and these are files of {other}: import them.', field='files')
-      with self.service.commits.of(self.call):
-        version = self.service.store.commit(
-          self.owner, id, adapter.head, arrays, reason='import', details={'sha256': digest}, request=request
-        )
-    self.service.events.add(id, 'committed', {'version': version.number, 'reason': 'import'})
+      version = self._commit(adapter, arrays, 'import', details={'sha256': digest}, request=request)
+    return version
+
+  def _commit(
+    self, adapter: AdapterRecord, arrays: Mapping[str, np.ndarray], reason: records.Reason, **more: Any
+  ) -> Version:
+    """Make the next version of an adapter whose lock is held, and tell those who watch it; `more` as `Store.commit`."""
+    with self.service.commits.of(self.call):
+      version = self.service.store.commit(self.owner, adapter.id, adapter.head, arrays, reason=reason, **more)
+    self.service.events.add(adapter.id, 'committed', {'version': version.number, 'reason': reason})
     return version
 
   def _read(self, files: Mapping[str, bytes]) -> tuple[Mapping[str, np.ndarray], str]:
@@ -360,10 +361,8 @@ class Account:
     if not isinstance(model, str):
       raise records.unknown(model)
     name, sign, read = (model, '', '') if model == self.service.model_name else model.partition('#')
-    own, wanted = (
-      self._named(name.removeprefix(f'{records.BASE_NAME}+')),
-      [*(read.split('+') if sign else ()), *cartridges],
-    )
+    own = self._named(name.removeprefix(f'{records.BASE_NAME}+'))
+    wanted = [*(read.split('+') if sign else ()), *cartridges]
     if len(wanted) > records.MOST_CARTRIDGES:
       raise InvalidRequest(f'A request reads at most {records.MOST_CARTRIDGES} cartridges: name fewer.', field='model')
     others = [self._named(each) for each in wanted]
@@ -424,7 +423,7 @@ class Account:
       drafts: whether to yield drafts, too.
       messages: the conversation that the prompt was rendered from; None: it was a text or tokens.
       store: whether to keep the samples and, on the devices, their keys and values; if not, samples have an empty id.
-        Samples behind cartridges have one in any case: nothing learns with a cartridge before its prompts.
+        Samples behind cartridges are never kept: nothing learns with a cartridge before its prompts.
 
     Raises:
       InvalidRequest: an option is not allowed.

@@ -38,7 +38,7 @@ def checked(
   found: dict[str, Any] = {'kind': CARTRIDGE} if is_cartridge else {}
   fields = FIELDS[-1:] if is_cartridge else FIELDS
   for field, value in settings.items():
-    if field not in fields and found.get(field, None) != value:
+    if field not in fields and (field, value) not in found.items():
       raise InvalidRequest(
         f'{"Cartridges" if is_cartridge else "Adapters"} have no setting {short_repr(field)}, only '
         f'{", ".join(fields)}.',

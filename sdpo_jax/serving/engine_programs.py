@@ -248,7 +248,7 @@ def _of_pools(
   }
   bank = pooled[0].adapter.cartridges
   if bank is not None:
-    rows = [row for row in bank.rows(policy.base_policy().parameter_table(), policy.dtype)]
+    rows = bank.rows(policy.base_policy().parameter_table(), policy.dtype)
     slots = parameters.map_table(lambda row: jax.ShapeDtypeStruct((row.layers, *row.shape[2:]), jnp.float32), rows)
     found['put cartridge'] = Program(
       'put cartridge', put, (snapshots, index, slots), holds=('snapshots', 'batch', 'batch')

@@ -167,6 +167,9 @@ def test_a_new_version_is_read_at_once_and_an_undo_reads_the_old_one(ada, servic
     ada.change(made.id, None, {'guards': {}})
   with pytest.raises(InvalidRequest, match='no setting'):
     ada.change(ada.create('plain')[0].id, None, {'kind': 'cartridge'})
+  for id in (made.id, ada.resolve('plain').adapter.id):
+    with pytest.raises(InvalidRequest, match='no setting'):
+      ada.change(id, None, {'other': None})
   ada.delete(made.id, None)
   with pytest.raises(NotFound):
     drawn(ada, 'notes')
