@@ -64,6 +64,7 @@ def check(config: schema.Sections, *, trains: bool = True) -> None:
   _check_model(config.model)
   _check_cartridge(config, trains)
   _check_writer(config)
+  _check_staleness(config)
   _check_measured_divergence(config)
   _check_data(config, trains)
   _check_teacher(config)
@@ -200,11 +201,12 @@ def _check_writer(config: schema.Sections) -> None:
     f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: the penalty is estimated from what the student draws; '
     'set the coefficient to 0.',
   )
-  _require(
-    not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: only what the student samples depends on the step; '
-    'set steps_off to 0.',
-  )
+  for name in ('steps_off', 'max_staleness'):
+    value = getattr(config.rollout, name)
+    _require(
+      not value,
+      f'{written} with rollout.{name}={value}: only what the student samples depends on the step; set {name} to 0.',
+    )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(
     sd.is_clip is None or not several,
@@ -218,6 +220,22 @@ def _check_writer(config: schema.Sections) -> None:
     (config.rollout.n == 1, f'rollout.n={config.rollout.n}: every answer is stored once; set it to 1'),
   ):
     _require(writer != 'data' or bool(holds), f'{written} with {fault}.')
+
+
+def _check_staleness(config: schema.Sections) -> None:
+  rollout = config.rollout
+  if not rollout.max_staleness:
+    return
+  carried = f'rollout.max_staleness={rollout.max_staleness}'
+  _require(
+    not rollout.steps_off,
+    f'{carried} with rollout.steps_off={rollout.steps_off}, which rehearses such a schedule batch by batch: set one of '
+    'them to 0.',
+  )
+  _require(
+    not config.model.cartridge.distractors,
+    f'{carried} with model.cartridge.distractors, which are drawn anew for each batch: set max_staleness to 0.',
+  )
 
 
 def _check_measured_divergence(config: schema.Sections) -> None:

@@ -68,6 +68,8 @@ RESUMABLE = (
 )
 
 EXTENDED = 'Completions of the first steps after the old end are not drawn as far ahead as in an uninterrupted run'
+# Settings that decide, with samples that carry over, which of them a step learns from.
+ORDERING = ('rollout.max_batch_rows', 'rollout.decode_chunk', 'mesh')
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
 # Further settings that may differ, but are announced if they do: the consequence of a change → the settings.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -148,7 +150,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   found = Differences([], [], {}, [])
   ways: list[str | None] = []
   total = 'trainer.total_training_steps'
-  if config.rollout.steps_off and old[total] < new[total]:
+  carries = bool(config.rollout.max_staleness)
+  if (config.rollout.steps_off or carries) and old[total] < new[total]:
     found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
   before, now = ({name for _, idle in unread(settings) for name in idle} for settings in (old, new))
   for key in sorted((old.keys() | new.keys()) - (before & now)):
@@ -156,7 +159,7 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
       continue
     phrase = f'{key} was {_shown(key, old)} and is now {_shown(key, new)}'
     meaning = next((meaning for meaning, settings in NAMED.items() if is_listed(key, settings)), None)
-    if meaning is not None:
+    if meaning is not None and not (carries and is_listed(key, ORDERING)):
       found.named.setdefault(meaning, []).append(phrase)
     elif is_listed(key, accepted):
       found.accepted.append(phrase)

@@ -274,6 +274,13 @@ class RolloutConfig(SamplingConfig):
     'the update. Sampling noise belongs to the batch, not to the step that draws it.',
     Range(at_least=0, at_most=8, unit='generation batches'),
   )
+  max_staleness: int = setting(
+    0,
+    'Number of updates for which a sample may go on: slots stay open across steps, and a step learns from the questions '
+    'whose first token is so many updates old, then from those that are complete first. 0: every step waits for all of '
+    'its samples. See docs/optimization.md.',
+    Range(at_least=0, at_most=16, unit='generation batches'),
+  )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, besides the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, besides the model's own.")
   max_batch_rows: int = setting(

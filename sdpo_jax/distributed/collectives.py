@@ -57,11 +57,11 @@ def gathered(value: Any, what: str) -> list[Any]:
   return [pickle.loads(row[:size].tobytes()) for row, size in zip(everything, sizes, strict=True)]
 
 
-def divided(count: int, work: Callable[[range], Sequence[Any]], what: str) -> list[Any]:
-  """Divide work on items among the processes, and return the results of all items, in order, on every process.
+def divided(numbers: Sequence[int], work: Callable[[Sequence[int]], Sequence[Any]], what: str) -> list[Any]:
+  """Divide work on numbered items among the processes, and return all results, in order, on every process.
 
   Args:
-    count: number of items.
+    numbers: numbers of the items; the share of a process is those that leave its index as the remainder.
     work: returns the results of the items with the given numbers.
     what: as in `gathered`.
 
@@ -70,16 +70,16 @@ def divided(count: int, work: Callable[[range], Sequence[Any]], what: str) -> li
     StoppedError: likewise.
   """
   processes = jax.process_count()
-  shares = [range(first, count, processes) for first in range(processes)]
+  shares = [[number for number in numbers if number % processes == index] for index in range(processes)]
   try:
     own = work(shares[jax.process_index()])
   except (UserError, StoppedError) as error:
     if processes == 1:
       raise
     own = error  # The other processes wait for this share and must learn of the error.
-  results = [None] * count
+  results = {}
   for share, found in zip(shares, gathered(own, what), strict=True):
     if isinstance(found, UserError | StoppedError):
       raise found
-    results[share.start :: share.step] = found
-  return results
+    results |= zip(share, found, strict=True)
+  return [results[number] for number in numbers]

@@ -90,9 +90,10 @@ def _sampling(config: Config) -> Iterator[str]:
       f'rollout.{truncated[0]}={getattr(rollout, truncated[0])} with algorithm.rollout_correction.rollout_is=None: '
       'completions are drawn from a different distribution than the one that is trained, and nothing corrects for it.'
     )
-  if rollout.steps_off and objective_spec(config).policy_gradient and correction.rollout_is is None:
+  late = next((name for name in ('steps_off', 'max_staleness') if getattr(rollout, name)), None)
+  if late and objective_spec(config).policy_gradient and correction.rollout_is is None:
     yield (
-      f'rollout.steps_off={rollout.steps_off} with algorithm.rollout_correction.rollout_is=None: the policy gradient '
+      f'rollout.{late}={getattr(rollout, late)} with algorithm.rollout_correction.rollout_is=None: the policy gradient '
       "takes completions of older weights for the model's own, and nothing corrects for it; set rollout_is to 'token'."
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # A step need not know how answers are graded.
 
 
 class GradingThread:
-  """A thread that grades the completions of a batch as they are added, with the graders of their examples.
+  """A thread that grades completions as they are added, with the graders of their examples.
 
   Graders work on many completions at once, so each call gets all that have finished since the previous one.
 
@@ -31,14 +31,14 @@ class GradingThread:
   its number.
   """
 
-  def __init__(self, graders: Graders, examples: Sequence[Example], n: int, stop: Stop = NEVER):
+  def __init__(self, graders: Graders, examples: Sequence[Example] | Mapping[int, Example], n: int, stop: Stop = NEVER):
     """Make the thread; enter it as a context before sampling.
 
-    Leaving it early gives up completions that are not graded yet, without waiting for a grader.
+    Leaving it gives up completions that are not graded yet, without waiting for a grader.
 
     Args:
       graders: graders of the run.
-      examples: G questions.
+      examples: questions, or those under way by number, to which more may be added.
       n: completions of each; completion number i belongs to question i // n.
       stop: tells whether the run should stop; if so, graders are not waited for.
 
@@ -46,13 +46,15 @@ class GradingThread:
       UserError: a grader does not exist, or cannot work with the settings.
     """
     # In this thread, because processes that a grader starts may end with the thread that started them.
-    graders.prepare({example.environment for example in examples})
+    asked = examples.values() if isinstance(examples, Mapping) else examples
+    graders.prepare({example.environment for example in asked})
     self._graders, self._examples, self._n = graders, examples, n
     self._stop = stop
     self._changed = threading.Condition()
     self._waiting: list[Completion] = []
-    self._complete = False  # Whether no more completions will be added.
     self._given_up = False  # Whether outcomes of completions that are not graded yet are no longer needed.
+    self._awaited: set[int] | None = None  # Completions of this process's share that `outcomes` waits for.
+    self._ending = False  # Whether the thread ends after these.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
     self._error: BaseException | None = None
     self.busy_s = 0.0  # Seconds in which this process's graders were at work.
@@ -67,7 +69,7 @@ class GradingThread:
     with self._changed:
       self._waiting.clear()
       self._given_up = True
-    self._close()
+      self._changed.notify_all()
 
   def add(self, completion: Completion) -> None:
     """Add a finished completion, whether or not it belongs to this process's share.
@@ -84,50 +86,74 @@ class GradingThread:
         self._waiting.append(completion)
         self._changed.notify()
 
-  def outcomes(self) -> list[Outcome]:
-    """Wait until all completions are graded; return their outcomes in order.
+  def outcomes(self, samples: Sequence[int] | None = None) -> list[Outcome]:
+    """Wait until completions that were added are graded, and return their outcomes in order.
+
+    Args:
+      samples: numbers of the completions, the same on every process; others are graded on. None: all, and the thread
+        ends.
 
     Raises:
       UserError: a grader's error on any process; raised on every process.
       StoppedError: a process was told to stop before its graders were done; raised on every process.
     """
-    self._close()
+    numbers = range(len(self._examples) * self._n) if samples is None else samples
+    with self._changed:
+      self._ending = samples is None
+      self._awaited = {sample for sample in numbers if sample % jax.process_count() == jax.process_index()}
+      self._changed.notify_all()
     while self._thread.is_alive() and not self._stop.asked():
-      self._thread.join(STOP_S)
-    return divided(len(self._examples) * self._n, self._graded, 'the end of grading')
+      with self._changed:
+        if self._changed.wait_for(lambda: self._awaited is None or self._error is not None, STOP_S):
+          break
+    if self._ending and self._awaited is None:
+      self._thread.join()
+    return divided(numbers, self._graded, 'the end of grading')
 
-  def _graded(self, samples: range) -> list[Outcome]:
-    if self._thread.is_alive():
-      raise StoppedError
+  def _graded(self, samples: Sequence[int]) -> list[Outcome]:
     if self._error is not None:
       raise self._error
-    return [self._outcomes[sample] for sample in samples]
-
-  def _close(self) -> None:
-    with self._changed:
-      self._complete = True
-      self._changed.notify()
+    if self._awaited is not None:
+      raise StoppedError
+    return [self._outcomes.pop(sample) for sample in samples]
 
   def _work(self) -> None:
     try:
-      while finished := self._next():
-        start = time.monotonic()
-        graded = self._graders.grade_part(
-          [self._examples[completion.sample // self._n] for completion in finished],
-          [completion.text for completion in finished],
-          truncated=[not completion.stopped for completion in finished],
-        )
-        self.busy_s += time.monotonic() - start
-        liveness.progress()
-        self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
-      if not self._given_up:
-        self._graders.end_batch()
+      while (finished := self._next()) is not None:
+        if finished:
+          self._grade(finished)
+        else:
+          self._graders.end_batch()
+          with self._changed:
+            self._awaited = None
+            self._changed.notify_all()
+          if self._ending:
+            return
     except BaseException as error:  # Every error, even one that ends a process, is raised in the waiting thread.
-      self._error = error
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
 
-  def _next(self) -> list[Completion]:
-    """Wait for finished, ungraded completions and return them; return an empty list when no more will come."""
+  def _grade(self, finished: Sequence[Completion]) -> None:
+    start = time.monotonic()
+    graded = self._graders.grade_part(
+      [self._examples[completion.sample // self._n] for completion in finished],
+      [completion.text for completion in finished],
+      truncated=[not completion.stopped for completion in finished],
+    )
+    self.busy_s += time.monotonic() - start
+    liveness.progress()
+    self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
+
+  def _next(self) -> list[Completion] | None:
+    """Wait for ungraded completions and return them; none: those awaited are graded; None: no more will come."""
+
+    def done() -> bool:
+      return self._awaited is not None and self._awaited <= self._outcomes.keys()
+
     with self._changed:
-      self._changed.wait_for(lambda: self._waiting or self._complete)
+      self._changed.wait_for(lambda: self._waiting or self._given_up or done())
+      if done() and not self._given_up:
+        return []
       finished, self._waiting = self._waiting, []
-      return finished
+      return finished or None

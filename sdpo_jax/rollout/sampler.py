@@ -13,12 +13,13 @@ import numpy as np
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import NO_MEMBER, Policy
-from sdpo_jax.rollout.buckets import padded, smallest_bucket
+from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.buckets import smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
-from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
+from sdpo_jax.rollout.results import Completion, Draft, SamplingStats, rollouts_of
 from sdpo_jax.rollout.sizes import SamplerSizes, shard_rows, sizes
-from sdpo_jax.rollout.slots import RECORDS, Finished, Slots
+from sdpo_jax.rollout.slots import Finished, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.types import Rollouts, Tree
@@ -149,33 +150,15 @@ class Sampler:
       UserError: as in `stream`.
     """
     request = self.request(prompt_token_ids, **options)
-    count, n = len(request.samples), request.n
-    total = count * n
-    shape = total, request.room
-    tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
-    reasons, texts = [''] * total, [''] * total
+    completions = []
     for done in self._stream(base, trainable, request, between):
-      length = len(done.tokens)
-      tokens[done.sample, :length], mask[done.sample, :length] = done.tokens, True
-      for name, values in numbers.items():
-        values[done.sample, :length] = getattr(done, name)
-      reasons[done.sample], texts[done.sample] = 'stop' if done.stopped else 'length', done.text
+      completions.append(done)
       if on_finished is not None:
         on_finished(done)
-    group = np.repeat(np.arange(count, dtype=np.int32), n)
+    group = np.repeat(np.arange(len(request.samples), dtype=np.int32), request.n)
     width = max(samples.width for samples in request.samples)
-    prompts, prompt_mask = padded([samples.prompt for samples in request.samples], width)
-    return Rollouts(
-      group=group,
-      prompt_tokens=prompts[group],
-      prompt_mask=prompt_mask[group],
-      completion_tokens=tokens,
-      completion_mask=mask,
-      **numbers,
-      finish_reason=reasons,
-      text=texts,
-    )
+    prompts = [samples.prompt for samples in request.samples]
+    return rollouts_of(sorted(completions, key=lambda done: done.sample), group, prompts, width, request.room)
 
   def stream(
     self,
@@ -301,7 +284,7 @@ class Sampler:
       drawn = slots.advance()
       # The device works while these are decoded to text and handled.
       yield from self._seen(ended, running)
-      ended = slots.collect(drawn, lambda _, *sample: self._stops.end(*sample))
+      ended = self.collect(slots, drawn)
       liveness.progress()
       running = slots.running() if drafts else []
     yield from self._seen(ended, running)
@@ -314,7 +297,9 @@ class Sampler:
     """Share the prepared frozen parameters of another sampler of the same policy, so that there is one copy."""
     self._base = other._base
 
-  def open_slots(self, parameters: tuple[Tree, Tree], queue_of: Any, stop_ids: int, kept_prefixes: int = 0) -> Slots:
+  def open_slots(
+    self, parameters: tuple[Tree, Tree], queue_of: Any, stop_ids: int, kept_prefixes: int = 0, most: int | None = None
+  ) -> Slots:
     """Return empty slots that serve any number of requests, with any of the sampler's buckets.
 
     Args:
@@ -322,16 +307,18 @@ class Sampler:
       queue_of: makes a queue for a number of shards.
       stop_ids: maximum number of tokens that end a sample.
       kept_prefixes: minimum number of rows that keep keys and values of finished samples, split evenly over shards.
+      most: maximum number of samples at once, for which the cache may be resized; None: as many as there are slots, and
+        the cache has its largest size.
     """
     shards = self._functions.shards
     kept = sizes(
-      rows=shard_rows(self._max_batch_rows, self._max_batch_rows, shards),
+      rows=shard_rows(most or self._max_batch_rows, self._max_batch_rows, shards),
       refilled=True,
       widths=self._prompt_buckets,
       room=self._response_buckets[-1],
       chunk=self._chunk,
       keeps_size=self._functions.keeps_size,
-      resized=False,
+      resized=self._resized and most is not None,
     )
     return Slots(
       self._functions,
@@ -342,6 +329,10 @@ class Sampler:
       closed=False,
       kept=math.ceil(kept_prefixes / shards),
     )
+
+  def collect(self, slots: Slots, drawn: decode.Drawn) -> list[Finished]:
+    """Wait for decode steps and return the samples that are done, also those that a stop string of the sampler ends."""
+    return slots.collect(drawn, lambda _, *sample: self._stops.end(*sample))
 
   def _sizes(self, request: Request) -> SamplerSizes:
     """Return the array sizes of a request."""

@@ -5,8 +5,8 @@ that it cannot use unchanged, if there are any. There is `prefill/P×T` for ever
 the largest bucket, and for the cache sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` makes the cache, `admit/P×T` copies
 a prompt's cache into the rows of its samples, and `decode/P×T` draws tokens. A cache that starts small, with C slots,
 has `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; one with fewer rows R has `decode/P×T#R`, reached by
-`resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Programs that only evaluation uses are
-`evaluation/…`.
+`resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Samples that carry over have `recompute/P×T`, with
+`empty recomputed/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class SamplerSpec:
   chunk: int  # Maximum tokens drawn per call of the decode loop.
   stop_ids: int  # Number of token ids that end a completion.
   int8_cache: bool = False
+  carries: bool = False  # Whether the slots of training stay open across steps, `Slots.resume`.
 
 
 def sampler_programs(
@@ -122,10 +123,11 @@ def _sampling(
 ) -> dict[str, Program]:
   """Return the sampler's programs for a request of `samples`, except those that prepare the parameters."""
   response, chunk, shards = spec.response, spec.chunk, engine.shards
+  carries = spec.carries and not evaluation
   rows = sizes.shard_rows(max(samples, spec.least), spec.max_rows, shards)
   taken = sizes.sizes(
     rows=rows,
-    refilled=samples > rows * shards,
+    refilled=carries or samples > rows * shards,
     widths=spec.prompts,
     room=response,
     chunk=chunk,
@@ -187,8 +189,9 @@ def _sampling(
       static=dict(slots=taken.prefix),
     )
   first = taken.stages[0]
-  shape = dict(rows=most, slots=first.slots)
-  add('empty', engine.empty, (), (), suffix=suffix(first), capacity=first.slots, rows=most, static=shape)
+  for size in taken.stages[: taken.admitting if carries else 1]:
+    shape = dict(rows=most, slots=size.slots)
+    add('empty', engine.empty, (), (), suffix=suffix(size), capacity=size.slots, rows=most, static=shape)
   for size in taken.stages[: taken.admitting]:
     for prompts, prompt in together.items():
       add(
@@ -201,6 +204,24 @@ def _sampling(
         capacity=size.slots,
         rows=most,
       )
+  if carries:
+    again = shards * taken.recomputed
+    more = dict(capacity=whole, rows=again)
+    add('empty recomputed', engine.empty, (), (), static=dict(rows=again, slots=whole), **more)
+    tokens, numbers = _of_rows(mesh, (again, whole - chunk), jnp.int32), of_rows(again)
+    add(
+      'recompute',
+      engine.extend,
+      (*weights.arguments, cache(again, whole), numbers, tokens, numbers, numbers, *members(again)),
+      (*weights.holds, 'cache', *['batch'] * (4 + len(members(again)))),
+      inherits=weights.inherits,
+      static=dict(piece=taken.recomputed_piece),
+      **more,
+    )
+    for size in taken.stages[: taken.admitting]:
+      arguments = held(size), cache(again, whole), of_rows(most), of_rows(most), of_rows(shards)
+      holds = 'cache', 'cache', 'batch', 'batch', 'batch'
+      add('readmit', engine.copy, arguments, holds, suffix=suffix(size), capacity=size.slots, rows=most)
   if kept_prefixes:
     kept = shards * math.ceil(kept_prefixes / shards)
     more = dict(capacity=taken.prefix, rows=kept)

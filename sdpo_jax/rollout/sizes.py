@@ -24,6 +24,9 @@ FEWER_OF_SEVERAL = (1 / 4,)
 # A prompt is extended by at most PIECE tokens of a row at once, and at most 1 / PIECES of the longest prompt: more
 # would pad short turns, fewer would read the weights for less.
 PIECE, PIECES = 64, 8
+# Rows of a shard whose unfinished samples are recomputed at once: enough tokens in a piece to use the weights well, few
+# enough that short samples seldom wait for long ones.
+RECOMPUTED = 8
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Shares of the rows in the stages of a cache that keeps its size.
 
 
@@ -54,6 +57,16 @@ class SamplerSizes:
   def piece(self) -> int:
     """Tokens of a row that go through the model at once when a prompt is extended."""
     return max(1, min(PIECE, self.prefix // PIECES))
+
+  @property
+  def recomputed(self) -> int:
+    """Unfinished samples of a shard that are recomputed together under new weights."""
+    return min(RECOMPUTED, self.rows)
+
+  @property
+  def recomputed_piece(self) -> int:
+    """Tokens of such a sample that go through the model at once."""
+    return max(1, min(PIECE, self.stages[-1].slots // PIECES))
 
   @property
   def moves(self) -> tuple[tuple[Size, Size], ...]:

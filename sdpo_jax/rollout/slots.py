@@ -6,7 +6,7 @@ have the same number of slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 import dataclasses
 
 import jax
@@ -19,7 +19,7 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
-from sdpo_jax.rollout.results import Completion, SamplingStats
+from sdpo_jax.rollout.results import RECORDS, Completion, SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import SamplerSizes, Size
 from sdpo_jax.rollout.slot_groups import SlotGroups
@@ -27,7 +27,6 @@ from sdpo_jax.rollout.stops import Tokenizer, to_text
 from sdpo_jax.types import Tree
 
 NO_TOKEN = -1  # Padding of the ids that end a sample.
-RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
@@ -47,12 +46,25 @@ class Finished:
   tokens: np.ndarray  # [length] int32.
   records: dict[str, np.ndarray]  # [length] float32 each: the values of `RECORDS`.
   stopped: bool  # Whether a stop id or stop string ended it.
+  new: int  # How many of the tokens the last decode steps drew.
   reused: int  # Tokens of the prompt whose keys and values were reused from an earlier one.
 
   def completion(self, tokenizer: Tokenizer) -> Completion:
     """Return the sample as a `Completion`, with its text."""
     text = to_text(tokenizer, self.tokens.tolist())
     return Completion(self.number, self.tokens, **self.records, stopped=self.stopped, text=text, reused=self.reused)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+  """A sample under way between two steps of a run, without its keys and values."""
+
+  samples: Samples
+  number: int  # Number of the sample in its generation batch.
+  shard: int
+  slot: int  # Index in its shard.
+  tokens: np.ndarray  # [length] int32.
+  records: dict[str, np.ndarray]  # [length] float32 each: the values of `RECORDS`.
 
 
 class Slots:
@@ -83,13 +95,15 @@ class Slots:
       queue: the samples that wait, in the order in which they get slots; more may be added between two turns.
       stop_ids: M, maximum number of tokens that end a sample.
       closed: no other samples will come; False: the decode loop is interrupted for free slots even if no sample waits.
+        It may be changed by assignment.
       kept: rows of each shard that keep the keys and values of finished samples, for prompts that begin with them.
     """
     self.stats, self.parameters = SamplingStats(), parameters
-    self._functions, self._sizes, self._closed = functions, sizes, closed
+    self._functions, self._sizes = functions, sizes
     self.queue = queue
     self._size: Size | None = None  # Size of the cache.
     rows, room = functions.shards * sizes.rows, sizes.room
+    self.closed = closed
     self._cache: KVCache | None = None
     self._prefixes: dict[tuple[int, Hashable], KeptPrefix] = {}  # By (shard, prefix).
     self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
@@ -108,6 +122,7 @@ class Slots:
     self._reused = np.zeros(rows, np.int32)  # Tokens of the prompt reused from an earlier one.
     self._token = np.zeros(rows, np.int32)
     self._drawn = np.zeros(rows, np.int32)
+    self._carried = np.zeros(rows, np.int32)  # Tokens drawn before `resume`.
     self._tokens = np.zeros((rows, room), np.int32)
     self._records = {name: np.zeros((rows, room), np.float32) for name in RECORDS}
 
@@ -146,7 +161,7 @@ class Slots:
     if not self._live.any():
       return False
     self._prefill({(slot // per_shard, samples.prefix): samples for slot, samples in admitted})
-    self._fit(ending=self._closed and not admitted and not self.queue.left)
+    self._fit(ending=self.closed and not admitted and not self.queue.left)
     self._copy([(slot // per_shard, slot % per_shard, samples.prefix) for slot, samples in admitted])
     for slot, samples in admitted:
       self._reused[slot] = self._prefixes[slot // per_shard, samples.prefix].reused
@@ -169,7 +184,7 @@ class Slots:
     state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._live)
     if self._functions.pooled:
       state = state.replace(members=self._member)
-    if self.queue.left or not self._closed:
+    if self.queue.left or not self.closed:
       enough = self.queue.refill(len(like))
     else:
       enough = self._sizes.enough(len(live), self._functions.shards)
@@ -212,11 +227,67 @@ class Slots:
         records = {name: records[slot, :length].copy() for name, records in self._records.items()}
         tokens = self._tokens[slot, :length].copy()
         number, reused = int(self._number[slot]), int(self._reused[slot])
-        finished.append(Finished(self._of[slot], number, tokens, records, stopped, reused))
+        finished.append(Finished(self._of[slot], number, tokens, records, stopped, length - before, reused))
         leaving.append(slot)
-        self.stats.tokens += length
+        self.stats.tokens += length - int(self._carried[slot])
     self._leave(leaving)
     return finished
+
+  @property
+  def free(self) -> int:
+    """Number of slots without a sample."""
+    return int((~self._live).sum())
+
+  def carried(self) -> list[Carried]:
+    """Return the samples that have a slot, for `resume` of slots with other parameters; these here are then over."""
+    found = []
+    for slot in np.flatnonzero(self._live).tolist():
+      length = int(self._drawn[slot])
+      records = {name: values[slot, :length].copy() for name, values in self._records.items()}
+      tokens = self._tokens[slot, :length].copy()
+      found.append(Carried(self._of[slot], int(self._number[slot]), *divmod(slot, self._per_shard), tokens, records))
+      self.stats.tokens += length - int(self._carried[slot])
+    return found
+
+  def resume(self, carried: Sequence[Carried]) -> None:
+    """Give samples under way the slots that they had, and compute their keys and values; call it before `admit`."""
+    of_shard: list[list[int]] = [[] for _ in range(self._functions.shards)]
+    for each in carried:
+      slot, length = each.shard * self._per_shard + each.slot, len(each.tokens)
+      self._take(slot, each.samples, each.number - each.samples.first)
+      self._drawn[slot] = self._carried[slot] = length
+      self._held[slot] += length
+      self._token[slot], self._tokens[slot, :length] = each.tokens[-1], each.tokens
+      for name, values in self._records.items():
+        values[slot, :length] = each.records[name]
+      of_shard[each.shard].append(slot)
+    if not carried:
+      return
+    self._fit(ending=False)
+    # Rows of about the same length together, since a call takes as many steps as its longest row.
+    of_shard = [sorted(of_rows, key=lambda slot: (self._held[slot], slot)) for of_rows in of_shard]
+    size = self._sizes.recomputed
+    for first in range(0, max(map(len, of_shard)), size):
+      self._recompute([of_rows[first : first + size] for of_rows in of_shard], size)
+    self.stats.recomputed += int(self._held[self._live].sum())
+
+  def _recompute(self, chosen: Sequence[Sequence[int]], size: int) -> None:
+    """Compute the keys and values of at most `size` slots of each shard from their tokens."""
+    functions, rows, slots = self._functions, len(chosen) * size, self._sizes.stages[-1].slots
+    tokens = np.zeros((rows, slots - self._sizes.chunk), np.int32)
+    new, none = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    members, moves = functions.no_members(rows), []
+    for shard, of_rows in enumerate(chosen):
+      for row, slot in enumerate(of_rows):
+        at = shard * size + row
+        # The newest token is not in the cache.
+        own = np.append(self._of[slot].prompt, self._tokens[slot, : self._drawn[slot] - 1])
+        tokens[at, : len(own)], new[at], members[at] = own, len(own), self._member[slot]
+        moves.append((shard, row, slot % self._per_shard))
+    arrays = none, tokens, none, new, *([members] if functions.pooled else [])
+    empty = functions.empty(rows=rows, slots=slots)
+    cache = functions.extend(*self.parameters, empty, *functions.put(arrays), piece=self._sizes.recomputed_piece)
+    self._cache = functions.copied(self._cache, cache, moves, self._per_shard)
 
   def running(self) -> list[tuple[Samples, int, np.ndarray]]:
     """Return (samples, number of the sample, tokens so far) of each sample that has a slot."""
@@ -233,7 +304,8 @@ class Slots:
     for name, values in self._knobs.items():
       values[slot] = samples.knobs[name][index]
     self._stop_ids[slot], self._stop_ids[slot, : len(samples.stop_ids)] = NO_TOKEN, samples.stop_ids
-    self._held[slot], self._drawn[slot], self._token[slot] = len(samples.prompt) - 1, 0, samples.prompt[-1]
+    self._held[slot], self._token[slot] = len(samples.prompt) - 1, samples.prompt[-1]
+    self._drawn[slot] = self._carried[slot] = 0
 
   def _next_slot(self, free: list[int]) -> int | None:
     """Return the index in `free` of the next slot to fill, the first that fits or one in the best shard for the prompt.
@@ -364,4 +436,5 @@ class Slots:
     stats.dispatches += 1
     stats.decode_steps += int(drawn.steps)
     stats.row_steps += int(drawn.steps) * len(active)
+    stats.live_row_steps += int(drawn.count.sum())
     stats.live_bytes = max(stats.live_bytes, int(self._held[active].sum()) * self._slot_bytes())

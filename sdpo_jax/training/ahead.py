@@ -38,6 +38,7 @@ class SampledBatch:
   at: int  # The step in which it was sampled, before the update.
   position: Mapping[str, Any]  # State of the question iterator before its questions.
   graded: GradedRollouts
+  groups: tuple[int, ...] | None = None  # Numbers of its questions in the run; None: those of one batch of questions.
 
   def to_json(self) -> str:
     """Return the batch as text for `from_json`, without its questions; all numbers are stored exactly."""
@@ -56,7 +57,9 @@ class SampledBatch:
       'text': rollouts.text,
       'outcomes': [_plain(dataclasses.asdict(outcome)) for outcome in graded.outcomes],
     }
-    return base64.b64encode(zlib.compress(json.dumps(saved).encode(), level=1)).decode()
+    if self.groups is not None:
+      saved |= {'groups': self.groups, 'drawn_by': graded.drawn_by}
+    return encoded(saved)
 
   @classmethod
   def from_json(
@@ -70,7 +73,7 @@ class SampledBatch:
       examples: the questions at that position.
       prompts: their prompt tokens.
     """
-    saved = json.loads(zlib.decompress(base64.b64decode(text)))
+    saved = decoded(text)
     if saved['asked'] != _digest(examples, prompts):
       return None
     group, width, room = np.asarray(saved['group'], np.int32), *saved['shape']
@@ -94,7 +97,20 @@ class SampledBatch:
     )
     outcomes = [Outcome(**outcome) for outcome in saved['outcomes']]
     graded = GradedRollouts(examples, prompts, rollouts, outcomes, np.asarray(saved['sample_ids']), graders_busy_s=0.0)
-    return cls(saved['step'], saved['at'], position, graded)
+    if 'groups' not in saved:
+      return cls(saved['step'], saved['at'], position, graded)
+    graded.drawn_by = [tuple((step, count) for step, count in each) for each in saved['drawn_by']]
+    return cls(saved['step'], saved['at'], position, graded, tuple(saved['groups']))
+
+
+def encoded(values: Mapping[str, Any]) -> str:
+  """Return JSON values as text for `decoded`."""
+  return base64.b64encode(zlib.compress(json.dumps(values).encode(), level=1)).decode()
+
+
+def decoded(text: str) -> dict[str, Any]:
+  """Return the JSON values that `encoded` encoded."""
+  return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 def _text(values: np.ndarray, dtype: str) -> str:
@@ -156,6 +172,9 @@ class Ahead:
     """Append a batch to the queue; batches must come in the order of their steps."""
     self._waiting.append(drawn)
 
+  def close(self) -> None:
+    """End what works on batches that wait; here nothing does."""
+
   def take(self, step: int) -> SampledBatch:
     """Remove and return the batch of `step`."""
     drawn = self._waiting.popleft()
@@ -169,8 +188,11 @@ class Ahead:
       self._iterator.set_state(dict(self._waiting[0].position))
       self._waiting.clear()
 
-  def saved(self) -> tuple[Mapping[str, Any], tuple[SampledBatch, ...]]:
-    """Return the iterator's position before the first waiting batch (or the next one), and the waiting batches."""
+  def saved(self) -> tuple[Mapping[str, Any], tuple[Any, ...]]:
+    """Return the iterator's position before the first waiting batch (or the next one), and the waiting batches.
+
+    Each of these has a method `to_json`, whose results `restore` reads.
+    """
     return (self._waiting[0].position if self._waiting else self._iterator.get_state()), tuple(self._waiting)
 
   def restore(self, host: Mapping[str, Any], *, other_rows: bool) -> str | None:

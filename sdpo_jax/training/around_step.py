@@ -12,6 +12,7 @@ from sdpo_jax.learning.readings import TopTokens
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import endpoint_teacher, feedback_writing, stored_answers, top_tokens
 from sdpo_jax.training.ahead import Ahead, SampledBatch
+from sdpo_jax.training.carry_over import CarryOver
 from sdpo_jax.training.gathering import GatheredBatch, Gathering
 from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.joint_errors import JointErrors
@@ -42,6 +43,10 @@ class AroundStep:
       StoppedError: the run was told to stop.
       UserError: a batch could not be graded.
     """
+    if isinstance(self.ahead, CarryOver):
+      own = self.ahead.draw(state, step, timer, self.joint_errors)
+      self._write_feedback(own.graded, state, step, timer)
+      return [own.graded], own
     drawn = [self._draw(state, step, later, timer) for later in self.ahead.missing(step)]
     return [] if self.session.config.rollout.sampled_by == 'data' else drawn, self.ahead.take(step)
 
@@ -54,12 +59,15 @@ class AroundStep:
       graded = stored_answers.read(session, examples)
     else:
       graded = rollout_and_grade(session, self.graders, state, examples, later, timer, stop)
-    if feedback_writing.is_used(session.config):
-      with timer('feedback'):
-        feedback_writing.write(session, graded, state, sampling_seed(state), later, stop)
-    stop.check()
+    self._write_feedback(graded, state, later, timer)
     self.ahead.add(SampledBatch(later, step, position, graded))
     return graded
+
+  def _write_feedback(self, graded: GradedRollouts, state: TrainState, step: int, timer: Timer) -> None:
+    if feedback_writing.is_used(self.session.config):
+      with timer('feedback'):
+        feedback_writing.write(self.session, graded, state, sampling_seed(state), step, self.preemption)
+    self.preemption.check()
 
   def gather(self, own: SampledBatch, context: TeacherContext | None) -> GatheredBatch | None:
     """Return the completions that the update learns from, the step's own or gathered ones; None if too few wait."""

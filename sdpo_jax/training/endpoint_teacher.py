@@ -70,14 +70,14 @@ def signal(
   tokens, lengths = rollouts.completion_tokens, rollouts.completion_mask.sum(1)
   samples = np.flatnonzero(wanted & (lengths > 0))
 
-  def score(share: range) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    rows = samples[share.start :: share.step]
+  def score(share: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    rows = samples[share]
     asked = [EndpointQuery(prompts[row], tokens[row, : lengths[row]].tolist()) for row in rows]
     return [(each.token_ids, each.log_probs, each.target_log_probs) for each in endpoint.score(asked, stop)]
 
   shape = (*tokens.shape, spec.external_support)
   ids, log_probs = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.float32)
-  found = divided(len(samples), score, 'the end of scoring by the teacher')
+  found = divided(range(len(samples)), score, 'the end of scoring by the teacher')
   for row, (likeliest, values, of_targets) in zip(samples, found, strict=True):
     if spec.samples_divergence:
       likeliest, values = tokens[row, : lengths[row], None], of_targets[:, None]

@@ -138,10 +138,10 @@ def _by_endpoint(
 ) -> dict[int, str | UnwrittenError]:
   """Return a server's feedback by row; every process requests its share."""
 
-  def write(share: range) -> list[str | UnwrittenError]:
+  def write(share: Sequence[int]) -> list[str | UnwrittenError]:
     return endpoint.write([asked[place] for place in share], stop)
 
-  written = divided(len(asked), write, 'the end of writing feedback')
+  written = divided(range(len(asked)), write, 'the end of writing feedback')
   return {each.row: text for each, text in zip(asked, written, strict=True)}
 
 

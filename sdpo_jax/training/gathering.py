@@ -198,6 +198,7 @@ def lesson_of(taken: Sequence[Waiting], room: int, step_rows: int) -> GatheredBa
     outcomes=merged([each.outcomes for each in graded], PADDING),
     sample_ids=merged([each.sample_ids for each in graded]),
     graders_busy_s=0.0,
+    drawn_by=None if graded[0].drawn_by is None else merged([each.drawn_by for each in graded], ()),
     advantages=None if taken[0].advantages is None else merged([each.advantages for each in taken]),
     present=merged([np.ones(size, bool) for size in counts]),
   )

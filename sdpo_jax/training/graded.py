@@ -24,6 +24,8 @@ class GradedRollouts:
   graders_busy_s: float  # Seconds during which graders of this process were working.
   sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)
   advantages: np.ndarray | None = None  # [N], given if groups are incomplete; None: computed from the outcomes.
+  # [N], the steps after which the weights drew each completion and how many tokens, in order; None: all in one step.
+  drawn_by: list[tuple[tuple[int, int], ...]] | None = None
   present: np.ndarray | None = None  # [N] bool, completions that exist; None: all. The others have no tokens.
 
 

@@ -48,6 +48,7 @@ from sdpo_jax.training.ahead import WAITING, Ahead
 from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.around_step import AroundStep, prepared_again
 from sdpo_jax.training.boards import check_wandb
+from sdpo_jax.training.carry_over import CarryOver
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
@@ -220,12 +221,15 @@ def _steps_of(
       continuation = fingerprint.start(workdir, config, continuation, step, ownership, resumed.lost if resumed else ())
       for line in continuation.lines:
         say(line)
-      ahead = Ahead(config, iterator, tokenizer)
       waiting = Gathering(config) if config.algorithm.min_sdpo_examples else None
       if resumed is None:
         state, unfinished = place_state(update_spec(config), parameters, session.mesh, table), None
       else:
         state, unfinished = resumed.state, resumed.unfinished
+      ahead = Ahead(config, iterator, tokenizer)
+      if config.rollout.max_staleness:
+        ahead = CarryOver(session, graders, iterator, sampling_seed(state), stop)
+      if resumed is not None:
         other_rows, lost = 'data' in config.trainer.accept_changes, []
         if waiting is not None:
           again = functools.partial(prepared_again, session, sampling_seed(state))
@@ -298,6 +302,7 @@ class _Run:
       self.saving.rescue(error)
       raise
     finally:
+      self.around.ahead.close()
       if self.pushing is not None:  # Last, since the service may not answer.
         self.pushing.close()
 

@@ -251,7 +251,9 @@ def sampling_programs(run: Run) -> dict[str, Program]:
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
-  training = [(config.data.train_batch_size * config.rollout.n, False)] if config.rollout.sampled_by != 'data' else []
+  batches = config.rollout.max_staleness + 1  # That are open at once.
+  samples = batches * config.data.train_batch_size * config.rollout.n
+  training = [(samples, False)] if config.rollout.sampled_by != 'data' else []
   evaluation = [(evaluated, True)] if evaluated else []
   if config.rollout.sampled_by != 'teacher':
     return _of_sampler(run, *student, training + evaluation) if training + evaluation else {}
@@ -327,5 +329,6 @@ def _of_sampler(
     chunk=config.rollout.decode_chunk,
     stop_ids=run.stop_ids,
     int8_cache=config.rollout.cache_dtype == 'int8',
+    carries=bool(config.rollout.max_staleness) and not whose,
   )
   return sampler_programs(policy, run.mesh, base, trainable, spec, requests, whose, students_base=run.base)

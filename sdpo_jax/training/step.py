@@ -25,12 +25,13 @@ from sdpo_jax.learning.update import MicroResult
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.specs import batch_spec, chat_format, prompt_spec, teacher_spec
-from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
+from sdpo_jax.types import Example, Outcome, Rollouts, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
   from sdpo_jax.environments.grading import Graders
@@ -158,11 +159,29 @@ def rollout_and_grade(
       )
     with timer('grade'):
       outcomes = grading.outcomes()
+  return graded_batch(config, examples, prompts, rollouts, outcomes, grading.busy_s, sampler.stats)
+
+
+def graded_batch(
+  config: Config,
+  examples: list[Example],
+  prompts: list[list[int]],
+  rollouts: Rollouts,
+  outcomes: list[Outcome],
+  busy_s: float,
+  stats: SamplingStats,
+  drawn_by: list[tuple[tuple[int, int], ...]] | None = None,
+) -> GradedRollouts:
+  """Return a graded batch whose completions, of the first question and so on, are put in batch order.
+
+  Raises:
+    UserError: too few completions could be graded.
+  """
   check_graded(outcomes, config.environments.max_ungraded_fraction)
   if config.data.group_duplicates:
     rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
   ids = np.arange(len(rollouts))
-  graded = GradedRollouts(examples, prompts, rollouts, outcomes, ids, grading.busy_s, sampler.stats)
+  graded = GradedRollouts(examples, prompts, rollouts, outcomes, ids, busy_s, stats, drawn_by=drawn_by)
   return in_batch_order(config, graded)
 
 
@@ -174,7 +193,10 @@ def in_batch_order(config: Config, graded: GradedRollouts) -> GradedRollouts:
   lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
   order = balanced_order(lengths, config.trainer.balance_partitions)
   outcomes = [graded.outcomes[sample] for sample in order]
-  return dataclasses.replace(graded, rollouts=rollouts.take(order), outcomes=outcomes, sample_ids=order)
+  drawn_by = graded.drawn_by and [graded.drawn_by[sample] for sample in order]
+  return dataclasses.replace(
+    graded, rollouts=rollouts.take(order), outcomes=outcomes, sample_ids=order, drawn_by=drawn_by
+  )
 
 
 def sampling_seed(state: TrainState) -> int:

@@ -150,6 +150,22 @@ def gathering_metrics(step: int, gathering: Gathering, lesson: GatheredBatch | N
   }
 
 
+def staleness_metrics(step: int, graded: GradedRollouts) -> dict[str, float]:
+  """Return how old the samples of the batch of `step` are, in updates, and what carrying them over cost and saved."""
+  tokens = np.array([count for each in graded.drawn_by for _, count in each])
+  ages = step - 1 - np.array([after for each in graded.drawn_by for after, _ in each])
+  oldest = step - 1 - np.array([each[0][0] for each in graded.drawn_by])
+  stats = graded.sampling
+  return {
+    'rollout/staleness_mean': _mean(oldest),
+    'rollout/staleness_p95': float(np.percentile(oldest, 95)),
+    'rollout/staleness_max': int(oldest.max()),
+    'rollout/older_tokens': tokens[ages > 0].sum() / tokens.sum(),
+    'rollout/live_rows': stats.live_row_steps / max(stats.decode_steps, 1),
+    'rollout/recomputed_tokens': stats.recomputed,
+  }
+
+
 def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
   """Return `teacher/<source>/divergence`, the mean divergence by data source; empty if the batch has only one."""
   sources = samples_by_source(graded.examples, graded.rollouts.group)
@@ -179,8 +195,8 @@ def throughput_metrics(
     report: report of the step's update.
     seconds: duration of each phase.
   """
-  sampled = sum(int(graded.rollouts.completion_mask.sum()) for graded in drawn)
-  prefilled = sum(sum(map(len, graded.prompts)) for graded in drawn)
+  sampled = sum(graded.sampling.tokens for graded in drawn)
+  prefilled = sum(sum(map(len, graded.prompts)) + graded.sampling.recomputed for graded in drawn)
   whole = sum(seconds.values())
   devices = jax.device_count()
   metrics = {
@@ -229,6 +245,8 @@ def step_metrics(
     metrics[RECORDED] = len(graded.rollouts)
   if config.rollout.steps_off:
     metrics['rollout/steps_off'] = step - taken.own.at
+  if graded.drawn_by is not None:
+    metrics.update(staleness_metrics(step, graded))
   metrics.update(throughput_metrics(session, taken.sampled, report, seconds))
   if taken.context is not None:
     metrics.update(taken.context.metrics)
@@ -299,6 +317,7 @@ def write_rollouts(
         **sample_record(graded.examples[group], graded.rollouts, row, graded.outcomes[row]),
         **_written(graded.outcomes[row]),
         **({'waiting': True} if row in waiting else {}),
+        **({} if graded.drawn_by is None else {'drawn_by': graded.drawn_by[row]}),
         'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None and row not in waiting

@@ -51,10 +51,10 @@ def test_divided_work_is_done_once_and_known_everywhere(monkeypatch):
   for process in range(3):
     monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
     with pytest.raises(ValueError):  # The shares have different sizes.
-      collectives.divided(7, work, 'the end of a test')
+      collectives.divided(range(7), work, 'the end of a test')
   assert done == {0: [0, 9, 36], 1: [1, 16], 2: [4, 25]}
   monkeypatch.setattr(collectives, 'gathered', lambda own, what: [done[process] for process in range(3)])
-  assert collectives.divided(7, work, 'the end of a test') == [number**2 for number in range(7)]
+  assert collectives.divided(range(7), work, 'the end of a test') == [number**2 for number in range(7)]
 
 
 @pytest.mark.parametrize('error', [UserError('No.'), StoppedError()], ids=['user', 'stopped'])
@@ -63,10 +63,10 @@ def test_an_error_in_one_share_ends_the_work_of_all(monkeypatch, error):
     raise error
 
   with pytest.raises(type(error)):
-    collectives.divided(3, fail, 'the end of a test')
+    collectives.divided(range(3), fail, 'the end of a test')
   told = []
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(collectives, 'gathered', lambda own, what: told.append(own) or [own, [1]])
   with pytest.raises(type(error)):
-    collectives.divided(3, fail, 'the end of a test')
+    collectives.divided(range(3), fail, 'the end of a test')
   assert told == [error]

@@ -1,0 +1,353 @@
+"""Samples that carry over from one step to the next (`rollout.max_staleness`)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config, LoraConfig, MeshConfig, overrides
+from sdpo_jax.distributed import accelerators
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.results import Completion
+from sdpo_jax.training import carry_over, loop, saving
+from sdpo_jax.training import step as steps
+from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
+from sdpo_jax.training.carry_over import OpenGroup, OpenSample, learned_next
+from tests import tiers, tiny
+from tests.training import cartridge_runs
+from tests.training.test_steps_off import Killed, lines, log_probs
+
+STEPS, GROUPS, STALENESS = 6, 2, 2
+
+
+@pytest.fixture(scope='module')
+def settings(tmp_path_factory) -> Config:
+  """Return a run of SDPO with five slots for batches of six, and completions of about one to forty tokens.
+
+  It learns fast enough for every step to be another model.
+  """
+  made: dict = {}
+  exec(tiny.make_experiment(tmp_path_factory.mktemp('carry_over')).read_text(), made)
+  config = made['get_config']()
+  config.optimizer.lr, config.optimizer.lr_warmup_steps = 0.02, 0
+  config.trainer.total_training_steps, config.trainer.test_freq = STEPS, 0
+  config.trainer.val_before_train = False
+  config.data.max_response_length, config.rollout.decode_chunk, config.rollout.max_batch_rows = 48, 4, 5
+  config.rollout.n, config.rollout.stop_token_ids = 3, tuple(range(40, 60))
+  config.mesh = MeshConfig(1, 1)
+  return config.validate()
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+
+
+def changed(config: Config, **changes) -> Config:
+  """Return settings with samples that carry over, and with these changes, as in `section__name=value`."""
+  config = copy.deepcopy(config)
+  for path, value in {'rollout__max_staleness': STALENESS, **changes}.items():
+    *sections, name = path.split('__')
+    setattr(functools.reduce(getattr, sections, config), name, value)
+  return config.validate()
+
+
+@dataclasses.dataclass
+class Whole:
+  """An uninterrupted run."""
+
+  lines: list[dict]
+  learned: list[tuple]  # (session, parameters before the update, graded batch) of every step.
+
+
+def run(config: Config, workdir) -> Whole:
+  learned, build = [], steps.build_batch
+
+  def noted(session, state, graded, *rest):
+    learned.append((session, jax.device_get(state.trainable), graded))
+    return build(session, state, graded, *rest)
+
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(steps, 'build_batch', noted)
+    loop.train(config, workdir)
+  written = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  assert not any(line['programs/compiled'] for line in written)
+  return Whole(lines(workdir), learned)
+
+
+@pytest.fixture(scope='module')
+def whole(settings, tmp_path_factory) -> Whole:
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+    return run(changed(settings), tmp_path_factory.mktemp('whole') / 'run')
+
+
+def questions(whole: Whole) -> list[list[int]]:
+  return [[int(example.id.split('-')[1]) for example in graded.examples] for *_, graded in whole.learned]
+
+
+def check(whole: Whole) -> None:
+  """Every group is learned from once and in time, and each token was drawn by the weights that are recorded."""
+  assert sorted(sum(questions(whole), [])) == list(range(STEPS * GROUPS))
+  models = [trainable for _, trainable, _ in whole.learned]
+  for step, (session, _, graded) in enumerate(whole.learned, 1):
+    rollouts = graded.rollouts
+    prompts = [graded.prompts[group] for group in rollouts.group]
+    own = [log_probs(session, model, prompts, rollouts) for model in models[:step]]
+    for row, drawn_by in enumerate(graded.drawn_by):
+      drew = np.repeat(*np.array(drawn_by).T)
+      assert rollouts.completion_mask[row].sum() == len(drew)
+      assert step - 1 - STALENESS <= drew[0] and np.all(np.diff(drew) >= 0) and drew[-1] <= step - 1
+      for model, scores in enumerate(own):
+        off = np.abs(scores[row] - rollouts.model_log_probs[row])[: len(drew)][drew == model]
+        assert off.max(initial=0) < 5e-5, (step, row, model)
+
+
+def test_samples_go_on_under_the_weights_that_are_recorded(whole):
+  check(whole)
+  found = [(ages := [len(each) for each in graded.drawn_by], max(ages)) for *_, graded in whole.learned]
+  assert max(most for _, most in found) == STALENESS + 1 and any(1 in ages for ages, _ in found)
+  assert questions(whole) != [[2 * step, 2 * step + 1] for step in range(STEPS)]
+  for step, (line, (_, _, graded)) in enumerate(zip(whole.lines, whole.learned, strict=True)):
+    oldest = [step - each[0][0] for each in graded.drawn_by]
+    assert line['rollout/staleness_mean'] == np.mean(oldest) and line['rollout/staleness_max'] == max(oldest)
+    assert line['rollout/staleness_p95'] == np.percentile(oldest, 95)
+    before = sum(count for each in graded.drawn_by for after, count in each if after < step)
+    assert line['rollout/older_tokens'] == before / graded.rollouts.completion_mask.sum()
+    assert 0 < line['rollout/live_rows'] <= 5 and (line['rollout/recomputed_tokens'] > 0) == (step > 0)
+  drawn = sum(graded.sampling.tokens for *_, graded in whole.learned)
+  assert drawn == sum(graded.rollouts.completion_mask.sum() for *_, graded in whole.learned)
+
+
+def texts(whole: Whole) -> dict[str, list[str]]:
+  """Return the completions of each question."""
+  return {
+    example.id: [graded.rollouts.text[row] for row in np.flatnonzero(graded.rollouts.group == group)]
+    for *_, graded in whole.learned
+    for group, example in enumerate(graded.examples)
+  }
+
+
+def test_without_learning_the_samples_are_those_of_a_run_that_waits(settings, tmp_path, monkeypatch):
+  """The noise of a sample does not depend on when it is drawn; nor does a grader that hangs change who is learned from.
+
+  It costs its time limit, and the sample is ungraded.
+  """
+  still = functools.partial(changed, settings, optimizer__lr=0.0)
+  one = run(still(rollout__max_staleness=0), tmp_path / '0')
+  other = run(still(), tmp_path / '2')
+  assert texts(one) == texts(other) and questions(one) != questions(other)
+  assert all(graded.drawn_by is None for *_, graded in one.learned)
+  grade, hung, done = registry.get('parity', settings.environments), [], threading.Event()
+  slow = texts(other)['train-3'][1]
+
+  def hangs(examples, completions, *, truncated):
+    if ('train-3', slow) in [(example.id, text) for example, text in zip(examples, completions, strict=True)]:
+      hung.append(len(completions))
+      done.wait(60)
+    return grade(examples, completions, truncated=truncated)
+
+  limit = dataclasses.replace(settings.environments, grader_timeout_s=0.3)
+  monkeypatch.setattr(registry, 'get', lambda name, settings: hangs)
+  third = run(still(environments=limit), tmp_path / 'hangs')
+  done.set()
+  assert hung and questions(third) == questions(other) and texts(third) == texts(other)
+  outcomes = [outcome for *_, graded in third.learned for outcome in graded.outcomes]
+  [ungraded] = [outcome for outcome in outcomes if not outcome.graded]
+  assert 'gave no answer within 0.3 s' in ungraded.reason
+
+
+def test_what_a_rollback_discards_is_drawn_again(settings, tmp_path, monkeypatch):
+  after = AlarmWatch.after
+
+  def once(watch, step, *rest, **more):
+    after(watch, step, *rest, **more)
+    return AlarmVerdict(back_to=2) if step == 3 else AlarmVerdict()
+
+  monkeypatch.setattr(AlarmWatch, 'after', once)
+  whole = run(changed(settings, trainer__save_freq=1), tmp_path / 'run')
+  assert sorted(sum(questions(whole), [])) == list(range(STEPS * GROUPS))
+  for step, (_, _, graded) in enumerate(whole.learned, 1):
+    assert all(step <= 3 or each[0][0] >= 3 for each in graded.drawn_by)
+
+
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize(('most', 'count', 'n'), [(0, 3, 2), (1, 1, 3), (2, 4, 1), (4, 2, 4), (8, 3, 2)])
+def test_every_group_is_learned_from_once_and_in_time(seed, most, count, n):
+  """Whatever the lengths and the number of slots; groups that are complete first come first as far as that allows."""
+  draw, total = np.random.default_rng(seed), 25
+  slots, clock, admitted = int(draw.integers(1, 3 * count * n)), 0, 0
+  groups: dict[int, OpenGroup] = {}
+  live: list[tuple[int, int, int]] = []  # (end, group, index).
+  waiting: list[tuple[int, int]] = []
+  learned = []
+  nothing = Completion(0, *[np.zeros(0)] * 4, stopped=True, text='')
+  for step in range(1, total + 1):
+    while (chosen := learned_next([*groups.values()], step, most, count)) is None:
+      while len(waiting) < slots - len(live) and len(groups) < (most + 1) * count and admitted < total * count:
+        groups[admitted] = OpenGroup(admitted, None, None, [OpenSample(nothing)] * n, step - 1)
+        waiting += [(admitted, index) for index in range(n)]
+        admitted += 1
+      while waiting and len(live) < slots:
+        live.append((clock + int(np.ceil(draw.lognormal(3, 1.5))), *waiting.pop(0)))
+      live.sort()
+      clock, number, index = live.pop(0)
+      groups[number].samples[index] = OpenSample(nothing, done=True)
+      groups[number].last = clock
+    assert len(chosen) == count and all(step - 1 - group.begun <= most for group in chosen)
+    later = [group for group in groups.values() if group.complete and group not in chosen]
+    # Who is complete earlier and waits is not due earlier than somebody who is taken.
+    for group in later:
+      before = [one for one in chosen if (group.last, group.number) < (one.last, one.number)]
+      assert all(one.begun <= group.begun for one in before)
+    learned += [groups.pop(group.number).number for group in chosen]
+  assert sorted(learned) == list(range(total * count))
+
+
+def test_a_run_resumes_with_the_same_slots_and_questions(settings, tmp_path, monkeypatch):
+  config = changed(settings, trainer__total_training_steps=3)
+  loop.train(config, tmp_path / 'run')
+  saved = json.loads(config.to_json())
+  for name, value in (('decode_chunk', 8), ('max_batch_rows', 6), ('max_staleness', 3), ('max_staleness', 0)):
+    other = changed(config, **{f'rollout__{name}': value})
+    was = getattr(config.rollout, name)
+    expected = [f'rollout.{name} was {was} and is now {value}'] if other.rollout.max_staleness else []
+    assert overrides.differences(saved, other).refused == (expected or ['rollout.max_staleness was 2 and is now 0'])
+  longer = changed(config, trainer__total_training_steps=STEPS)
+  assert overrides.EXTENDED in overrides.differences(saved, longer).named
+  open_at_the_end = changed(settings, mesh=MeshConfig(-1, 1))
+  with pytest.raises(Killed), monkeypatch.context() as patched:
+    calls = []
+    patched.setattr(steps, 'build_batch', lambda *rest, built=steps.build_batch: killed_at(calls, 3, built, rest))
+    loop.train(open_at_the_end, tmp_path / 'other')
+  monkeypatch.setattr(accelerators, 'devices', jax.devices)
+  with pytest.raises(UserError, match="samples under way in the slots of a mesh {'fsdp': 1, 'tensor': 1}"):
+    loop.train(open_at_the_end, tmp_path / 'other')
+
+
+def killed_at(calls: list, step: int, function, arguments):
+  calls.append(1)
+  if len(calls) == step:
+    raise Killed
+  return function(*arguments)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    ({'rollout__steps_off': 1}, 'rollout.max_staleness=2 with rollout.steps_off=1'),
+    ({'rollout__max_staleness': 17}, 'rollout.max_staleness must lie in'),
+    ({'rollout__max_staleness': True}, 'rollout.max_staleness'),
+  ],
+)
+def test_what_does_not_go_with_open_slots_is_refused(settings, changes, expected):
+  with pytest.raises(UserError, match=expected):
+    changed(settings, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [MeshConfig(4, 2), MeshConfig(8, 1)], ids=str)
+def test_slots_of_several_shards_stay_open(settings, tmp_path, monkeypatch, mesh):
+  monkeypatch.setattr(accelerators, 'devices', jax.devices)
+  check(run(changed(settings, mesh=mesh, rollout__max_batch_rows=8), tmp_path / 'run'))
+
+
+# ———— Killed and resumed ————
+
+SD = 'actor__self_distillation__'
+CASES = {
+  'sdpo': {},
+  'grpo': {'actor__policy_loss__loss_mode': 'vanilla', 'algorithm__rollout_correction__rollout_is': 'token'},
+  'hybrid': {'algorithm__mode': 'hybrid', 'actor__ppo_mini_batch_size': 1, 'trainer__batch_order': 'balanced'},
+  'lora': {'model__lora': LoraConfig(rank=2)},
+  'gathers': {
+    'algorithm__min_sdpo_examples': 5,
+    SD + 'teach_successes': False,
+    SD + 'feedback_model': 'self',
+    SD + 'feedback_max_tokens': 8,
+    SD + 'feedback_prompt_template': 'Q:{prompt} A:{attempt} E:{output}',
+  },
+}
+
+
+@pytest.fixture(scope='module')
+def wholes(settings, whole, tmp_path_factory):
+  """Return the lines of uninterrupted runs by case, each made when it is first asked for."""
+  made = {'sdpo': whole.lines}
+
+  def of(kind: str, config: Config) -> list[dict]:
+    if kind not in made:
+      made[kind] = run(config, tmp_path_factory.mktemp(kind) / 'run').lines
+    return made[kind]
+
+  return of
+
+
+def config_of(kind: str, settings: Config, folder) -> Config:
+  if kind != 'cartridge':
+    return changed(settings, **CASES[kind])
+  config = cartridge_runs.make_config(folder)
+  config.data.max_response_length, config.data.response_buckets = 48, (48,)
+  config.rollout.stop_token_ids, config.rollout.max_batch_rows, config.rollout.decode_chunk = tuple(range(60)), 5, 4
+  config.trainer.total_training_steps, config.mesh = STEPS, MeshConfig(1, 1)
+  return changed(config)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'where', 'step', 'save_freq', 'rescued'),
+  tiers.cases(
+    [
+      (kind, where, step, save_freq, rescued)
+      for kind in (*CASES, 'cartridge')
+      for where in ('collect', 'build_batch', 'run_update')
+      for step in range(1, STEPS + 1)
+      for save_freq, rescued in ((1, False), (3, False), (0, True))
+    ],
+    default=[('sdpo', 'build_batch', 4, 1, False)],
+    slow=[
+      ('sdpo', 'collect', 2, 0, True),
+      ('sdpo', 'run_update', 6, 3, False),
+      ('grpo', 'build_batch', 5, 3, False),
+      ('hybrid', 'run_update', 3, 1, False),
+      ('lora', 'collect', 3, 1, False),
+      ('gathers', 'run_update', 2, 1, False),
+      ('cartridge', 'build_batch', 4, 1, False),
+    ],
+  ),
+)
+def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
+  settings, wholes, tmp_path, monkeypatch, kind, where, step, save_freq, rescued
+):
+  """Killed while it samples, before or after the update of a step; with what a checkpoint or nothing holds."""
+  config = config_of(kind, settings, tmp_path)
+  expected = wholes(kind, config)
+  config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, save_freq=save_freq))
+  module, name = (carry_over.Slots, 'collect') if where == 'collect' else (steps, where)
+  function = getattr(module, name)
+  calls = []
+
+  def dying(*arguments):
+    calls.append(1)
+    # Several turns are a step.
+    if len(calls) < (4 * step if where == 'collect' else step):
+      return function(*arguments)
+    if where == 'run_update':
+      function(*arguments)
+    raise Killed
+
+  with monkeypatch.context() as patched:
+    patched.setattr(module, name, dying)
+    if not rescued:
+      patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
+    with pytest.raises(Killed):
+      loop.train(config, tmp_path / 'run')
+  loop.train(config, tmp_path / 'run')
+  assert lines(tmp_path / 'run') == expected
