@@ -276,7 +276,7 @@ class RolloutConfig(SamplingConfig):
   )
   max_staleness: int = setting(
     0,
-    'Number of updates for which a sample may go on: slots stay open across steps, and a step learns from the questions '
+    'Number of updates for which a sample may go on: slots stay open across steps, and a step learns from questions '
     'whose first token is so many updates old, then from those that are complete first. 0: every step waits for all of '
     'its samples. See docs/optimization.md.',
     Range(at_least=0, at_most=16, unit='generation batches'),

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 
 import numpy as np
-
-from sdpo_jax.rollout.buckets import padded
-from sdpo_jax.types import Rollouts
-
-RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')  # Values per token of a `Completion`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,36 +44,3 @@ class SamplingStats:
   live_row_steps: int = 0  # Tokens drawn, including those after a stop string.
   cache_bytes: int = 0  # Largest total of all caches, including those of prompts whose samples wait.
   live_bytes: int = 0  # Largest total filled by live samples: a lower bound for any cache.
-
-
-def rollouts_of(
-  completions: Sequence[Completion], group: np.ndarray, prompts: Sequence[Sequence[int]], width: int, room: int
-) -> Rollouts:
-  """Return N completions as rollouts.
-
-  Args:
-    completions: N completions.
-    group: [N] int32, index of each one's prompt.
-    prompts: token ids of each prompt.
-    width: P, the length to which prompts are padded.
-    room: T, the length to which completions are padded.
-  """
-  shape = len(completions), room
-  tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
-  numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
-  for row, done in enumerate(completions):
-    length = len(done.tokens)
-    tokens[row, :length], mask[row, :length] = done.tokens, True
-    for name, values in numbers.items():
-      values[row, :length] = getattr(done, name)
-  prompt_tokens, prompt_mask = padded(prompts, width)
-  return Rollouts(
-    group=group,
-    prompt_tokens=prompt_tokens[group],
-    prompt_mask=prompt_mask[group],
-    completion_tokens=tokens,
-    completion_mask=mask,
-    **numbers,
-    finish_reason=['stop' if done.stopped else 'length' for done in completions],
-    text=[done.text for done in completions],
-  )

@@ -14,12 +14,12 @@ from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.buckets import padded, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
-from sdpo_jax.rollout.results import Completion, Draft, SamplingStats, rollouts_of
+from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
 from sdpo_jax.rollout.sizes import SamplerSizes, shard_rows, sizes
-from sdpo_jax.rollout.slots import Finished, Slots
+from sdpo_jax.rollout.slots import RECORDS, Finished, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.types import Rollouts, Tree
@@ -357,3 +357,36 @@ class Sampler:
       yield done.completion(self.tokenizer)
     for _, number, tokens in running:
       yield Draft(number, tokens)
+
+
+def rollouts_of(
+  completions: Sequence[Completion], group: np.ndarray, prompts: Sequence[Sequence[int]], width: int, room: int
+) -> Rollouts:
+  """Return N completions as rollouts.
+
+  Args:
+    completions: N completions.
+    group: [N] int32, index of each one's prompt.
+    prompts: token ids of each prompt.
+    width: P, the length to which prompts are padded.
+    room: T, the length to which completions are padded.
+  """
+  shape = len(completions), room
+  tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+  numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
+  for row, done in enumerate(completions):
+    length = len(done.tokens)
+    tokens[row, :length], mask[row, :length] = done.tokens, True
+    for name, values in numbers.items():
+      values[row, :length] = getattr(done, name)
+  prompt_tokens, prompt_mask = padded(prompts, width)
+  return Rollouts(
+    group=group,
+    prompt_tokens=prompt_tokens[group],
+    prompt_mask=prompt_mask[group],
+    completion_tokens=tokens,
+    completion_mask=mask,
+    **numbers,
+    finish_reason=['stop' if done.stopped else 'length' for done in completions],
+    text=[done.text for done in completions],
+  )

@@ -19,7 +19,7 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefix, KeptPrefixes
 from sdpo_jax.rollout.queue import KNOBS, Queue, Samples
-from sdpo_jax.rollout.results import RECORDS, Completion, SamplingStats
+from sdpo_jax.rollout.results import Completion, SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import SamplerSizes, Size
 from sdpo_jax.rollout.slot_groups import SlotGroups
@@ -27,6 +27,7 @@ from sdpo_jax.rollout.stops import Tokenizer, to_text
 from sdpo_jax.types import Tree
 
 NO_TOKEN = -1  # Padding of the ids that end a sample.
+RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:

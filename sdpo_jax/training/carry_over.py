@@ -22,8 +22,9 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.queue import Queue, Samples
-from sdpo_jax.rollout.results import RECORDS, Completion, rollouts_of
-from sdpo_jax.rollout.slots import Carried, Finished, Slots
+from sdpo_jax.rollout.results import Completion
+from sdpo_jax.rollout.sampler import rollouts_of
+from sdpo_jax.rollout.slots import RECORDS, Carried, Finished, Slots
 from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch, decoded, encoded
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.joint_errors import JointErrors

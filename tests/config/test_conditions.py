@@ -129,7 +129,8 @@ ALWAYS = {
   **{
     f'rollout.{name}': 'the sampler, which draws the completions of every run'
     for name in (
-      *('sampled_by', 'steps_off', 'stop', 'stop_token_ids', 'max_batch_rows', 'decode_chunk', 'cache_dtype'),
+      *('sampled_by', 'steps_off', 'max_staleness', 'stop', 'stop_token_ids', 'max_batch_rows'),
+      *('decode_chunk', 'cache_dtype'),
     )
   },
   'actor.ppo_epochs': 'the loop over optimizer steps',
@@ -448,15 +449,16 @@ def test_shipped_configs_set_nothing_that_they_do_not_read():
   assert [unread_remarks(config) for config in configs] == [[]] * len(configs)
 
 
+@pytest.mark.parametrize('late', ['steps_off', 'max_staleness'])
 @pytest.mark.parametrize(('changes', 'flagged'), [({}, False), ({'actor.policy_loss.loss_mode': 'vanilla'}, True)])
-def test_a_policy_gradient_of_older_completions_without_weights_looks_odd(changes, flagged):
+def test_a_policy_gradient_of_older_completions_without_weights_looks_odd(changes, flagged, late):
   config = valid()
-  for name, value in {**changes, 'rollout.steps_off': 1, 'algorithm.rollout_correction.rollout_is': None}.items():
+  for name, value in {**changes, f'rollout.{late}': 1, 'algorithm.rollout_correction.rollout_is': None}.items():
     assign(config, name, value)
-  found = [text for text in odd_settings(config.validate(), 8, None) if 'rollout.steps_off=1' in text]
+  found = [text for text in odd_settings(config.validate(), 8, None) if f'rollout.{late}=1' in text]
   assert len(found) == flagged
   config.algorithm.rollout_correction.rollout_is = 'token'
-  assert not any('steps_off' in text for text in odd_settings(config.validate(), 8, None))
+  assert not any(late in text for text in odd_settings(config.validate(), 8, None))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.carry_over import OpenGroup, OpenSample, learned_next
 from tests import tiers, tiny
 from tests.training import cartridge_runs
-from tests.training.test_steps_off import Killed, lines, log_probs
+from tests.training.compared_runs import Killed, lines, log_probs
 
 STEPS, GROUPS, STALENESS = 6, 2, 2
 

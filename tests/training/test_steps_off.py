@@ -11,14 +11,13 @@ import pytest
 
 from sdpo_jax.config import Config, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.learning import batching
-from sdpo_jax.models.forward import forward
 from sdpo_jax.training import ahead, around_step, loop, saving
 from sdpo_jax.training import step as steps
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiers, tiny
 from tests.generation_batches import make_config, make_samples
+from tests.training.compared_runs import Killed, lines, log_probs
 
 STEPS = 4
 
@@ -47,13 +46,6 @@ def with_steps_off(config: Config, steps_off: int, **optimizer) -> Config:
     rollout=dataclasses.replace(config.rollout, steps_off=steps_off),
     optimizer=dataclasses.replace(config.optimizer, **optimizer),
   ).validate()
-
-
-def lines(workdir) -> list[dict]:
-  """Return what a run has measured, without what depends on the clock or on how often it was started."""
-  found = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch', 'line_digest'
-  return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in found]
 
 
 @dataclasses.dataclass
@@ -93,19 +85,6 @@ def wholes(settings, tmp_path_factory):
     return made[steps_off]
 
   return whole
-
-
-read = jax.jit(forward, static_argnums=0)
-
-
-def log_probs(session, trainable, prompts, rollouts) -> np.ndarray:
-  """Log-probs of completions, float64, by one pass over prompt and completion: [N, T]."""
-  rows = batching.token_rows(prompts, rollouts.completion_tokens, rollouts.completion_mask, 32)
-  hidden, unembedding = read(session.policy, session.base, trainable, rows)
-  scores = np.asarray(hidden, np.float64) @ np.asarray(unembedding, np.float64)[: session.policy.vocab_size].T
-  scores -= np.logaddexp.reduce(scores, axis=-1, keepdims=True)
-  taken = np.take_along_axis(scores, rollouts.completion_tokens[..., None], axis=-1)[..., 0]
-  return np.where(rollouts.completion_mask, taken, 0)
 
 
 @pytest.mark.parametrize('steps_off', [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -167,10 +146,6 @@ def test_without_learning_it_is_the_synchronous_run(settings, tmp_path):
   assert stale == synchronous
   rollouts = [(tmp_path / str(steps_off) / 'rollouts' / '4.jsonl').read_text() for steps_off in still]
   assert rollouts[0] == rollouts[1]
-
-
-class Killed(BaseException):
-  """Ends a run as if from outside."""
 
 
 @pytest.mark.parametrize(
