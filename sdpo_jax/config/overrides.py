@@ -68,8 +68,9 @@ RESUMABLE = (
 )
 
 EXTENDED = 'Completions of the first steps after the old end are not drawn as far ahead as in an uninterrupted run'
-# Settings that decide, with samples that carry over, which of them a step learns from.
-ORDERING = ('rollout.max_batch_rows', 'rollout.decode_chunk', 'mesh')
+# Settings that decide, with samples that carry over, which of them a step learns from: evaluations share their slots.
+ORDERING = ('rollout.max_batch_rows', 'rollout.decode_chunk', 'mesh', 'trainer.test_freq', 'trainer.val_before_train')
+ORDERING += ('val_kwargs', 'data.val_files', 'data.val_max_samples')
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
 # Further settings that may differ, but are announced if they do: the consequence of a change → the settings.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -155,11 +156,12 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
     found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
   before, now = ({name for _, idle in unread(settings) for name in idle} for settings in (old, new))
   for key in sorted((old.keys() | new.keys()) - (before & now)):
-    if is_listed(key, RESUMABLE) or old.get(key, ...) == new.get(key, ...):
+    orders = carries and is_listed(key, ORDERING)
+    if (is_listed(key, RESUMABLE) and not orders) or old.get(key, ...) == new.get(key, ...):
       continue
     phrase = f'{key} was {_shown(key, old)} and is now {_shown(key, new)}'
     meaning = next((meaning for meaning, settings in NAMED.items() if is_listed(key, settings)), None)
-    if meaning is not None and not (carries and is_listed(key, ORDERING)):
+    if meaning is not None and not orders:
       found.named.setdefault(meaning, []).append(phrase)
     elif is_listed(key, accepted):
       found.accepted.append(phrase)

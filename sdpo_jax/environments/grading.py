@@ -57,6 +57,7 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     self._batch: dict[str, list[Outcome]] = defaultdict(list)  # By grader name, since `end_batch`.
     self._processes: dict[str, GraderProcess] = {}
     self._turns: dict[str, threading.Lock] = defaultdict(threading.Lock)  # Held while one is started or asked.
+    self._part = threading.Lock()  # Held while a part is graded: training and evaluation may grade at the same time.
     self._ending: set[str] = set()  # Graders that have ended their process, about which the log says so.
     self._stay: dict[str, str] = {}  # Why graders stay in this process, by name.
     self._hanging: list[threading.Thread] = []  # Abandoned calls of such graders.
@@ -157,8 +158,9 @@ class Graders(contextlib.AbstractContextManager['Graders']):
     found: list[dict[str, Outcome]] = [{} for _ in examples]  # For each completion, by grader.
     for name, rows in self._rows_of(examples).items():
       parts = [(examples[row], completions[row], truncated[row]) for row in rows]
-      outcomes = self._grade(name, parts)
-      self._batch[name] += outcomes
+      with self._part:
+        outcomes = self._grade(name, parts)
+        self._batch[name] += outcomes
       for row, outcome in zip(rows, outcomes, strict=True):
         found[row][name] = outcome
     weights = [self._weights_of(example.environment) for example in examples]

@@ -32,7 +32,6 @@ from sdpo_jax.evaluation.evaluation_spec import EvaluationSpec
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.grading_thread import GradingThread
-from sdpo_jax.rollout.sampler import Sampler
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
@@ -136,7 +135,7 @@ def summarize(values: Samples, n: int, winners: Mapping[int, np.ndarray] | None 
 
 
 def evaluate(
-  sampler: Sampler,
+  sampler: Any,
   base: Tree,
   trainable: Tree,
   examples: Sequence[Example],
@@ -150,7 +149,7 @@ def evaluate(
   """Sample `val_kwargs.n` completions for every question and grade them as they finish.
 
   Args:
-    sampler: the rollout engine.
+    sampler: what draws the samples, with the method `sample` of `rollout.sampler.Sampler`.
     base: frozen parameters.
     trainable: parameters to evaluate.
     examples: held-out questions.

@@ -155,10 +155,7 @@ class Sampler:
       completions.append(done)
       if on_finished is not None:
         on_finished(done)
-    group = np.repeat(np.arange(len(request.samples), dtype=np.int32), request.n)
-    width = max(samples.width for samples in request.samples)
-    prompts = [samples.prompt for samples in request.samples]
-    return rollouts_of(sorted(completions, key=lambda done: done.sample), group, prompts, width, request.room)
+    return request_rollouts(request, completions)
 
   def stream(
     self,
@@ -357,6 +354,14 @@ class Sampler:
       yield done.completion(self.tokenizer)
     for _, number, tokens in running:
       yield Draft(number, tokens)
+
+
+def request_rollouts(request: Request, completions: Sequence[Completion]) -> Rollouts:
+  """Return the completions of a whole request, in any order, as rollouts."""
+  group = np.repeat(np.arange(len(request.samples), dtype=np.int32), request.n)
+  width = max(samples.width for samples in request.samples)
+  prompts = [samples.prompt for samples in request.samples]
+  return rollouts_of(sorted(completions, key=lambda done: done.sample), group, prompts, width, request.room)
 
 
 def rollouts_of(

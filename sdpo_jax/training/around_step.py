@@ -44,7 +44,7 @@ class AroundStep:
       UserError: a batch could not be graded.
     """
     if isinstance(self.ahead, CarryOver):
-      own = self.ahead.draw(state, step, timer, self.joint_errors)
+      own = self.ahead.draw(state, step, timer)
       self._write_feedback(own.graded, state, step, timer)
       return [own.graded], own
     drawn = [self._draw(state, step, later, timer) for later in self.ahead.missing(step)]

@@ -2,15 +2,15 @@
 
 Samples that a step leaves unfinished go on in the next one, under the weights after the update; their keys and values
 are computed again. The clock is the number of decode steps of the run, the same on all processes and in every attempt:
-no order depends on seconds, nor on graders.
+no order depends on seconds, nor on graders. Evaluations decode in the same slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.queue import Queue, Samples
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.rollout.sampler import rollouts_of
+from sdpo_jax.rollout.sampler import SamplingOptions, request_rollouts, rollouts_of
 from sdpo_jax.rollout.slots import RECORDS, Carried, Finished, Slots
 from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch, decoded, encoded
 from sdpo_jax.training.graded import GradedRollouts
@@ -31,8 +31,9 @@ from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import declared_buckets, prompt_spec
 from sdpo_jax.training.step import Timer, graded_batch
-from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
+from sdpo_jax.types import Example, Outcome, Rollouts, TrainState, Tree
 
+EVALUATION = 'evaluation'
 LATER = Outcome.ungraded('it is graded when it is learned from')
 
 
@@ -143,10 +144,27 @@ def learned_next(groups: Sequence[OpenGroup], step: int, most: int, count: int) 
   return sorted(chosen, key=lambda group: group.number)
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherRequest:
+  """Samples that are drawn beside those of open groups."""
+
+  samples: frozenset[Samples]
+  left: set[int]  # Numbers of those that are not done.
+  on_finished: Callable[[Completion], None]
+
+
 class CarryOver(Ahead):
   """The open groups of a run, in place of the batches sampled ahead; one batch is drawn in each step."""
 
-  def __init__(self, session: Session, graders: Graders, iterator: pipeline.TrainIterator, seed: int, stop: Stop):
+  def __init__(
+    self,
+    session: Session,
+    graders: Graders,
+    iterator: pipeline.TrainIterator,
+    seed: int,
+    stop: Stop,
+    evaluated: int,
+  ):
     """Begin without a group.
 
     Args:
@@ -155,60 +173,46 @@ class CarryOver(Ahead):
       iterator: iterator over the questions.
       seed: seed of the sampling noise.
       stop: whether the run is to stop.
+      evaluated: number of samples of an evaluation.
     """
     super().__init__(session.config, iterator, session.tokenizer)
     self._session, self._graders, self._seed, self._stop = session, graders, seed, stop
     self._count = session.config.data.train_batch_size  # Groups of a batch.
     self._most = (session.config.rollout.max_staleness + 1) * self._count  # Open groups at once.
+    self._rows = max(self._most * session.config.rollout.n, evaluated)  # Samples at once.
     self._room = declared_buckets(session.config).response[-1]
     self._step = self._admitted = self._clock = 0  # As in `OpenGroups`.
+    self._after = 0  # The step after which the weights are that draw now.
     self._groups: dict[int, OpenGroup] = {}  # By number.
     self._asked: list[Example] = []  # The newest batch of questions.
     self._positions: dict[int, Mapping[str, Any]] = {}  # The iterator's before each batch of questions in use.
     self._examples: dict[int, Example] = {}  # Of open groups and of those that are being learned from.
     self._grading: GradingThread | None = None  # It outlives a step.
     self._busy_s = 0.0
+    self._errors = JointErrors()
     self._held = self._snapshot()
 
-  def draw(self, state: TrainState, step: int, timer: Timer, errors: JointErrors) -> SampledBatch:
+  def draw(self, state: TrainState, step: int, timer: Timer) -> SampledBatch:
     """Sample until the batch of `step` is complete, and return it, graded.
 
     Args:
       state: state before the update.
       step: number of the step.
       timer: timer of the phases.
-      errors: errors of this process, which all processes raise.
 
     Raises:
       UserError: a question cannot be made, or the batch cannot be graded; what was saved before is intact.
       StoppedError: the run was told to stop; likewise.
     """
-    config, self._step = self._config, step
-    sampler, base, trainable = self._session.writer(state.trainable)
-    grading = self._open_grading()
+    config, self._step, self._after = self._config, step, step - 1
+    _, base, trainable = self._session.writer(state.trainable)
     with timer('sample'):
-      slots = sampler.open_slots(
-        sampler.prepare(base, trainable), Queue, sampler.stop_ids, most=self._most * config.rollout.n
-      )
+      slots = self._slots(base, trainable)
       self._resume(slots)
-      ended: list[Finished] = []
-      while (chosen := self._next_batch()) is None:
-        self._admit(slots, errors)
-        self._stop.check()
-        slots.admit()
-        drawn = slots.advance()
-        # The device works while these are decoded to text and handed to graders.
-        self._finish(ended, grading)
-        clock = self._clock + slots.stats.decode_steps
-        ended = sampler.collect(slots, drawn)
-        liveness.progress()
-        for done in ended:
-          self._note(done, clock)
-      self._finish(ended, grading)
-      for each in slots.carried():
-        self._put(each, slot=(each.shard, each.slot))
-      self._clock += slots.stats.decode_steps
+      self._turns(slots, lambda: self._next_batch() is not None, self._stop.check)
+      chosen = self._next_batch()
     with timer('grade'):
+      grading = self._open_grading()
       outcomes = grading.outcomes([sample.completion.sample for group in chosen for sample in group.samples])
     busy_s, self._busy_s = grading.busy_s - self._busy_s, grading.busy_s
     graded = graded_batch(
@@ -227,6 +231,78 @@ class CarryOver(Ahead):
     batch = SampledBatch(step, step, self._positions[min(numbers) // self._count], graded, numbers)
     self._held = self._snapshot()
     return batch
+
+  def sample(
+    self,
+    base: Tree,
+    trainable: Tree,
+    prompt_token_ids: Sequence[Sequence[int]],
+    *,
+    on_finished: Callable[[Completion], None],
+    between: Callable[[], None],
+    **options: Unpack[SamplingOptions],
+  ) -> Rollouts:
+    """Sample for an evaluation after the last step, while open groups fill the slots that it leaves free.
+
+    Arguments, result and errors are those of `Sampler.sample`; the result is the same, too.
+    """
+    self._after = self._step
+    request = self._session.sampler.request(prompt_token_ids, **options)
+    asked = [dataclasses.replace(each, prefix=(EVALUATION, each.prefix)) for each in request.samples]
+    completions: list[Completion] = []
+
+    def hear(completion: Completion) -> None:
+      completions.append(completion)
+      on_finished(completion)
+
+    other = OtherRequest(frozenset(asked), set(range(len(asked) * request.n)), hear)
+    slots = self._slots(base, trainable)
+    for each in sorted(asked, key=lambda samples: samples.width):
+      slots.queue.add(each)
+    self._resume(slots)
+    self._turns(slots, lambda: not other.left, between, other)
+    self._held = self._snapshot()
+    return request_rollouts(request, completions)
+
+  def _slots(self, base: Tree, trainable: Tree) -> Slots:
+    sampler = self._session.sampler
+    return sampler.open_slots(sampler.prepare(base, trainable), Queue, sampler.stop_ids, most=self._rows)
+
+  def _turns(
+    self,
+    slots: Slots,
+    enough: Callable[[], bool],
+    between: Callable[[], None],
+    other: OtherRequest | None = None,
+  ) -> None:
+    """Draw samples until `enough` returns True, and note what is drawn of those of open groups.
+
+    Args:
+      slots: open slots.
+      enough: called after every few decode steps.
+      between: called before them; an exception ends the work.
+      other: samples that are of no group.
+    """
+    ended: list[Finished] = []
+    while not enough():
+      self._admit(slots)
+      between()
+      slots.admit()
+      drawn = slots.advance()
+      # The device works while these are decoded to text and handed to graders.
+      self._finish(ended, other)
+      clock = self._clock + slots.stats.decode_steps
+      ended = self._session.sampler.collect(slots, drawn)
+      liveness.progress()
+      for done in ended:
+        if other is not None and done.samples in other.samples:
+          other.left.remove(done.number)
+        else:
+          self._note(done, clock)
+    self._finish(ended, other)
+    for each in slots.carried():
+      self._put(each, slot=(each.shard, each.slot))
+    self._clock += slots.stats.decode_steps
 
   def _next_batch(self) -> list[OpenGroup] | None:
     most = self._config.rollout.max_staleness
@@ -250,15 +326,15 @@ class CarryOver(Ahead):
     ).samples
     return dataclasses.replace(samples, first=index * config.rollout.n, prefix=number)
 
-  def _admit(self, slots: Slots, errors: JointErrors) -> None:
+  def _admit(self, slots: Slots) -> None:
     """Open groups for the free slots."""
     while slots.queue.left < slots.free and self._may_open():
       batch, index = divmod(self._admitted, self._count)
       if not index:
-        with errors.alone():
+        with self._errors.alone():
           self._positions[batch], self._asked = self.ask()
-        errors.meet(f'the questions of batch {batch + 1}')
-      self._add(self._admitted, self._asked[index], begun=self._step - 1)
+        self._errors.meet(f'the questions of batch {batch + 1}')
+      self._add(self._admitted, self._asked[index], begun=self._after)
       slots.queue.add(self._groups[self._admitted].request)
       self._admitted += 1
     slots.closed = not self._may_open()
@@ -293,12 +369,12 @@ class CarryOver(Ahead):
     return self._groups[(drawn.samples.step - 1) * self._count + number], index
 
   def _put(self, drawn: Carried | Finished, **fields: Any) -> OpenGroup:
-    """Note what a sample has been drawn by the weights of this step; return its group."""
+    """Note what the weights of now have drawn of a sample; return its group."""
     group, index = self._at(drawn)
     sample = group.samples[index]
     more = len(drawn.tokens) - sum(count for _, count in sample.drawn_by)
     completion = dataclasses.replace(sample.completion, tokens=drawn.tokens, **drawn.records)
-    drawn_by = (*sample.drawn_by, *([(self._step - 1, more)] if more else []))
+    drawn_by = (*sample.drawn_by, *([(self._after, more)] if more else []))
     group.samples[index] = OpenSample(completion, drawn_by, **fields)
     return group
 
@@ -307,12 +383,16 @@ class CarryOver(Ahead):
     group = self._put(done, done=True)
     group.last = max(group.last, clock + done.new)
 
-  def _finish(self, ended: Sequence[Finished], grading: GradingThread) -> None:
+  def _finish(self, ended: Sequence[Finished], other: OtherRequest | None) -> None:
     """Decode samples that are done to text, and hand them to graders."""
+    grading = self._open_grading()
     for done in ended:
+      completion = done.completion(self._tokenizer)
+      if other is not None and done.samples in other.samples:
+        other.on_finished(completion)
+        continue
       group, index = self._at(done)
-      number = group.samples[index].completion.sample
-      completion = dataclasses.replace(done.completion(self._tokenizer), sample=number)
+      completion = dataclasses.replace(completion, sample=group.samples[index].completion.sample)
       group.samples[index] = dataclasses.replace(group.samples[index], completion=completion)
       grading.add(completion)
 

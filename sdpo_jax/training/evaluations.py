@@ -24,6 +24,7 @@ class Evaluations:
   """The evaluations of a run: it runs them, and keeps their metrics by step, without those that a rollback undid."""
 
   session: Session
+  sampler: Any  # The session's, or what draws as it does, `evaluate.evaluate`.
   graders: Graders
   questions: Sequence[Example]  # Held-out ones.
   ownership: Ownership | None  # Of the process that writes the files; None on all others.
@@ -53,7 +54,9 @@ class Evaluations:
 
   def run(self, state: TrainState, step: int) -> dict[str, float]:
     """Evaluate the student after a step, and return its metrics."""
-    evaluation = evaluate_session(self.session, state.trainable, self.questions, self.graders, self.preemption)
+    evaluation = evaluate_session(
+      self.session, state.trainable, self.questions, self.graders, self.preemption, self.sampler
+    )
     with self.joint_errors.alone():
       if self.ownership is not None:
         self.ownership.check()
@@ -64,15 +67,20 @@ class Evaluations:
 
 
 def evaluate_session(
-  session: Session, parameters: Tree, questions: Sequence[Example], graders: Graders, stop: Stop = NEVER
+  session: Session,
+  parameters: Tree,
+  questions: Sequence[Example],
+  graders: Graders,
+  stop: Stop = NEVER,
+  sampler: Any = None,
 ) -> Evaluation:
   """Return the evaluation of parameters on held-out questions, with what else the session's settings ask for.
 
-  Arguments and errors are those of `evaluate.evaluate`.
+  Arguments and errors are those of `evaluate.evaluate`; without a sampler, the session's draws.
   """
   settings = session.config
   evaluation = evaluate(
-    session.sampler,
+    sampler or session.sampler,
     session.base,
     parameters,
     questions,

@@ -228,7 +228,8 @@ def _steps_of(
         state, unfinished = resumed.state, resumed.unfinished
       ahead = Ahead(config, iterator, tokenizer)
       if config.rollout.max_staleness:
-        ahead = CarryOver(session, graders, iterator, sampling_seed(state), stop)
+        evaluated = len(held_out) * config.val_kwargs.n
+        ahead = CarryOver(session, graders, iterator, sampling_seed(state), stop, evaluated)
       if resumed is not None:
         other_rows, lost = 'data' in config.trainer.accept_changes, []
         if waiting is not None:
@@ -270,7 +271,8 @@ class _Run:
     self.preemption, self.announce = preemption, announce
     self.joint_errors = JointErrors()
     self.around = AroundStep(session, graders, ahead, gathering, self.joint_errors, preemption)
-    self.evaluations = Evaluations(session, graders, held_out, ownership, self.joint_errors, preemption)
+    sampler = ahead if isinstance(ahead, CarryOver) else session.sampler
+    self.evaluations = Evaluations(session, sampler, graders, held_out, ownership, self.joint_errors, preemption)
     self.alarms = AlarmWatch(session.config, checkpoints, None if ownership is None else announce)
     self.skipped = skipped.Skipped()  # The consecutive skipped steps up to now.
     self.compiled: Callable[[], list[str]] = list  # Returns the programs compiled since its last call.

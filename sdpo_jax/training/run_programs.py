@@ -251,8 +251,10 @@ def sampling_programs(run: Run) -> dict[str, Program]:
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
-  batches = config.rollout.max_staleness + 1  # That are open at once.
-  samples = batches * config.data.train_batch_size * config.rollout.n
+  most = config.rollout.max_staleness
+  samples = (most + 1) * config.data.train_batch_size * config.rollout.n
+  if most:  # Evaluations decode in the same slots.
+    samples, evaluated = max(samples, evaluated), 0
   training = [(samples, False)] if config.rollout.sampled_by != 'data' else []
   evaluation = [(evaluated, True)] if evaluated else []
   if config.rollout.sampled_by != 'teacher':

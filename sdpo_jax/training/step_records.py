@@ -195,7 +195,7 @@ def throughput_metrics(
     report: report of the step's update.
     seconds: duration of each phase.
   """
-  sampled = sum(graded.sampling.tokens for graded in drawn)
+  sampled = sum(int(graded.rollouts.completion_mask.sum()) for graded in drawn)
   prefilled = sum(sum(map(len, graded.prompts)) + graded.sampling.recomputed for graded in drawn)
   whole = sum(seconds.values())
   devices = jax.device_count()

@@ -69,6 +69,7 @@ class Whole:
 
 
 def run(config: Config, workdir) -> Whole:
+  """Run to the end; no program is compiled late."""
   learned, build = [], steps.build_batch
 
   def noted(session, state, graded, *rest):
@@ -165,6 +166,24 @@ def test_without_learning_the_samples_are_those_of_a_run_that_waits(settings, tm
   assert 'gave no answer within 0.3 s' in ungraded.reason
 
 
+def test_an_evaluation_in_the_same_slots_is_that_of_an_evaluation_alone(settings, tmp_path):
+  """Open groups go on beside it; without learning all samples are those of a run that waits."""
+  still = functools.partial(
+    changed,
+    settings,
+    optimizer__lr=0.0,
+    trainer__test_freq=2,
+    trainer__val_before_train=True,
+    val_kwargs=dataclasses.replace(settings.val_kwargs, n=4, temperature=0.7, top_p=0.9),
+  )
+  one, other = (run(still(rollout__max_staleness=most), tmp_path / str(most)) for most in (0, 2))
+  for step in (0, 2, 4, 6):
+    alone, shared = (json.loads((tmp_path / name / f'eval/{step}.json').read_text()) for name in ('0', '2'))
+    assert alone == shared and len(alone['samples']) == 8
+  assert texts(one) == texts(other)
+  assert other.learned[0][2].sampling.recomputed > 0  # The samples of the first step began beside the evaluation.
+
+
 def test_what_a_rollback_discards_is_drawn_again(settings, tmp_path, monkeypatch):
   after = AlarmWatch.after
 
@@ -216,11 +235,19 @@ def test_a_run_resumes_with_the_same_slots_and_questions(settings, tmp_path, mon
   config = changed(settings, trainer__total_training_steps=3)
   loop.train(config, tmp_path / 'run')
   saved = json.loads(config.to_json())
-  for name, value in (('decode_chunk', 8), ('max_batch_rows', 6), ('max_staleness', 3), ('max_staleness', 0)):
-    other = changed(config, **{f'rollout__{name}': value})
-    was = getattr(config.rollout, name)
-    expected = [f'rollout.{name} was {was} and is now {value}'] if other.rollout.max_staleness else []
-    assert overrides.differences(saved, other).refused == (expected or ['rollout.max_staleness was 2 and is now 0'])
+  for name, value in {
+    'rollout__decode_chunk': 8,
+    'rollout__max_batch_rows': 6,
+    'rollout__max_staleness': 3,
+    'trainer__test_freq': 3,
+    'val_kwargs__n': 5,
+  }.items():
+    assert [name.replace('__', '.')] == [
+      phrase.partition(' was ')[0] for phrase in overrides.differences(saved, changed(config, **{name: value})).refused
+    ]
+  assert overrides.differences(saved, changed(config, rollout__max_staleness=0)).refused == [
+    'rollout.max_staleness was 2 and is now 0'
+  ]
   longer = changed(config, trainer__total_training_steps=STEPS)
   assert overrides.EXTENDED in overrides.differences(saved, longer).named
   open_at_the_end = changed(settings, mesh=MeshConfig(-1, 1))
@@ -268,6 +295,7 @@ CASES = {
   'grpo': {'actor__policy_loss__loss_mode': 'vanilla', 'algorithm__rollout_correction__rollout_is': 'token'},
   'hybrid': {'algorithm__mode': 'hybrid', 'actor__ppo_mini_batch_size': 1, 'trainer__batch_order': 'balanced'},
   'lora': {'model__lora': LoraConfig(rank=2)},
+  'evaluates': {'trainer__test_freq': 2, 'trainer__val_before_train': True},
   'gathers': {
     'algorithm__min_sdpo_examples': 5,
     SD + 'teach_successes': False,
@@ -318,6 +346,8 @@ def config_of(kind: str, settings: Config, folder) -> Config:
       ('grpo', 'build_batch', 5, 3, False),
       ('hybrid', 'run_update', 3, 1, False),
       ('lora', 'collect', 3, 1, False),
+      ('evaluates', 'collect', 6, 1, False),
+      ('evaluates', 'run_update', 4, 3, False),
       ('gathers', 'run_update', 2, 1, False),
       ('cartridge', 'build_batch', 4, 1, False),
     ],

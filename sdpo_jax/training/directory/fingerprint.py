@@ -49,7 +49,8 @@ TOKENS = 'tokens'  # Entry of the part 'document'.
 MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the part 'adapter' that describe a checkpoint's arrays.
 LOADED = ('weights', 'factors')  # Parts that a run reads when it begins; later values are in its checkpoints.
 # Part → the entry of trainer.accept_changes that accepts it, if it has another name.
-ENTRIES = dict.fromkeys(('weights', 'adapter', 'factors', 'teacher'), 'model') | {'document': 'data'}
+ENTRIES = dict.fromkeys(('weights', 'adapter', 'factors', 'teacher'), 'model')
+ENTRIES |= dict.fromkeys(('document', 'evaluation'), 'data')
 # Parts whose changes are only announced → what a change means.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run continues with those of its checkpoint)',
@@ -289,13 +290,16 @@ def compare(
 def _learned(config: Config) -> tuple[str, ...]:
   """Return the parts that change what a run learns.
 
-  They include weights and factors if the loss has reference policies or the run starts from a cartridge, and the
-  weights if the base is frozen, since no checkpoint holds it.
+  They include weights and factors if the loss has reference policies or the run starts from a cartridge, the weights if
+  the base is frozen, since no checkpoint holds it, and what evaluations ask if samples that carry over share their
+  slots.
   """
-  slots = config.model.cartridge  # Some of the slots of `path` may be frozen.
+  slots, learned = config.model.cartridge, LEARNED  # Some of the slots of `path` may be frozen.
+  if config.rollout.max_staleness:
+    learned += ('evaluation',)
   if objective_spec(config).references or slots.path or slots.distractors:
-    return (*LEARNED, *LOADED)
-  return (*LEARNED, 'weights') if config.model.frozen else LEARNED
+    return (*learned, *LOADED)
+  return (*learned, 'weights') if config.model.frozen else learned
 
 
 def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int) -> list[str]:
