@@ -27,6 +27,7 @@ PIECE, PIECES = 64, 8
 # Rows of a shard whose unfinished samples are recomputed at once: enough tokens in a piece to use the weights well, few
 # enough that short samples seldom wait for long ones.
 RECOMPUTED = 8
+SHORTEST = 32  # A piece of these is at most 1 / SHORTEST of the longest one.
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Shares of the rows in the stages of a cache that keeps its size.
 
 
@@ -66,7 +67,7 @@ class SamplerSizes:
   @property
   def recomputed_piece(self) -> int:
     """Tokens of such a sample that go through the model at once."""
-    return max(1, min(PIECE, self.stages[-1].slots // PIECES))
+    return max(1, min(PIECE, self.stages[-1].slots // SHORTEST))
 
   @property
   def moves(self) -> tuple[tuple[Size, Size], ...]:
