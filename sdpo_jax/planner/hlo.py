@@ -15,8 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-# A loop in jax.named_scope('at_most_12') without a constant bound counts as 12 trips.
-SCOPE = re.compile(r'\bat_most_(\d+)\b')
+# A loop in jax.named_scope('at_most_12') or 'about_12', without a constant bound, counts as 12 trips.
+SCOPE = re.compile(r'\b(?:at_most|about)_(\d+)\b')
+CHEAPEST = re.compile(r'\bcheapest/cond$')  # A conditional in this scope counts as its cheapest branch.
 ITEM_BITS = {
   'pred': 8,
   **dict.fromkeys(('s2', 'u2'), 2),
@@ -300,7 +301,8 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
           trips = unknown_trips
         times = count * trips
       elif instruction.opcode == 'conditional':
-        called = [(max if branch == 'dearest' else min)(called, key=weight)]
+        dearest = branch == 'dearest' and not CHEAPEST.search(instruction.op_name)
+        called = [(max if dearest else min)(called, key=weight)]
       for name in called:
         visit(_Frame(module.computations[name], frame, instruction), times)
 

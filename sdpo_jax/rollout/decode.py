@@ -14,6 +14,7 @@ import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.models.cache import KVCache
@@ -154,6 +155,7 @@ def advance(
   *,
   steps: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
+  mesh: Mesh | None = None,
 ) -> tuple[KVCache, Drawn]:
   """Take decode steps until `steps` are taken, every active row is done, or `enough` rows are done.
 
@@ -166,6 +168,7 @@ def advance(
     enough: [] int32, number of rows that must be done to interrupt the loop.
     steps: static, maximum number of steps.
     commit: `sdpo_jax.models.cache.commit`, or a function that does the same in each shard of a mesh.
+    mesh: as in `sdpo_jax.rollout.sampling.truncate`.
 
   Returns:
     The cache, in which rows that are done are empty, and the tokens drawn.
@@ -201,7 +204,12 @@ def advance(
       **_pooled(state.members),
     )
     new = sampling.sample(
-      logits(hidden[:, 0], unembedding, policy.vocab_size), state.params, keys, state.drawn + loop.drawn.count
+      logits(hidden[:, 0], unembedding, policy.vocab_size),
+      state.params,
+      keys,
+      state.drawn + loop.drawn.count,
+      mesh=mesh,
+      live=None if mesh is None else ~loop.done,
     )
     return _record(loop.replace(cache=cache), new, state)
 

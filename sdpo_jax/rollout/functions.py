@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from sdpo_jax.distributed.mesh import FSDP, RULES
+from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR
 from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.models.cache import KVCache
 from sdpo_jax.models.policy import NO_MEMBER, Policy
@@ -102,6 +102,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     quantized: whether the cache holds int8 instead of the compute dtype.
   """
   divided = mesh is not None and mesh.size > 1
+  sharded = divided and 1 < mesh.shape[TENSOR] and policy.config.padded_vocab_size % mesh.shape[TENSOR] == 0
   reading = policy.in_any_order()  # Of prompts.
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
 
@@ -164,7 +165,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),
     compact=jax.jit(compact, donate_argnums=0, out_shardings=placed),
     advance=jax.jit(
-      functools.partial(decode.advance, policy, commit=local(kv_cache.commit)),
+      functools.partial(decode.advance, policy, commit=local(kv_cache.commit), mesh=mesh if sharded else None),
       static_argnames='steps',
       donate_argnames='cache',
       out_shardings=result,

@@ -3,21 +3,28 @@
 Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is narrowed down over the bits of
 float32, from bounds that the weights themselves give, until one token is left between two thresholds: every pass is one
 elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce) if the
-vocabulary is sharded. Ties are broken afterwards, in the rows that have any. Without truncation none of this runs. The
+vocabulary is sharded. Ties are broken afterwards, in the rows that have any. Without truncation none of this runs, nor
+if the vocabulary is sharded and candidates of every shard, gathered once, prove the same threshold in every row. The
 draw inverts the cumulative distribution with two uniforms per row (one chooses a block of tokens, one a token in it),
 so that noise costs two numbers per token, not V.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import math
 
 import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from sdpo_jax.distributed.mesh import FSDP, TENSOR
 
 BLOCK = 128  # Tokens of a block of the two-level draw if no number of blocks divides the vocabulary.
+BINS, CANDIDATES = 128, 4  # A shard's tokens fall into bins, and the likeliest of each bin are candidates.
+CHEAPEST = 'cheapest'  # Scope of conditionals whose other branch is rarely taken, for the planner.
 SHARDS = 16  # The vocabulary may be sharded over this many devices, or a divisor of it, without splitting a block.
 
 
@@ -64,7 +71,15 @@ def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
   return jax.random.key_data(folded)
 
 
-def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position: jax.Array) -> Draw:
+def sample(
+  logits: jax.Array,
+  params: SamplingParams,
+  keys: jax.Array,
+  position: jax.Array,
+  *,
+  mesh: Mesh | None = None,
+  live: jax.Array | None = None,
+) -> Draw:
   """Draw one token per row.
 
   The order is that of transformers' warpers: temperature, top-k, top-p, min-p.
@@ -74,6 +89,8 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
     params: parameters of B rows.
     keys: [B] from `row_keys`.
     position: [] or [B] int32, index of the token in its completion.
+    mesh: as in `truncate`.
+    live: as in `truncate`.
 
   Returns:
     The tokens with their log-probs.
@@ -93,7 +110,7 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
     scaled = shifted / temperature[:, None]
     # Exponentials are recomputed only if the temperature of a row is not 1.
     weights = lax.cond(jnp.all(temperature == 1), lambda: model_weights, lambda: jnp.exp(scaled))
-    weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights)
+    weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights, mesh=mesh, live=live)
     return draw(weights, noise(keys, position)), jnp.sum(weights, axis=-1)
 
   def nothing_drawn() -> tuple[jax.Array, jax.Array]:
@@ -128,6 +145,8 @@ def truncate(
   min_p: jax.Array,
   *,
   weights: jax.Array | None = None,
+  mesh: Mesh | None = None,
+  live: jax.Array | None = None,
 ) -> jax.Array:
   """Return unnormalised probabilities after truncation: exp(scaled) where a token is kept, 0 elsewhere.
 
@@ -140,6 +159,9 @@ def truncate(
     top_p: [B] float32, 1 for all.
     min_p: [B] float32, 0 for all.
     weights: [B, V] float32, exp(scaled) if it is known already; None: it is computed.
+    mesh: mesh over whose `tensor` axis the vocabulary is sharded, and over whose `fsdp` axis the rows are; None: the
+      vocabulary is whole.
+    live: [B] bool, rows whose result counts: others are left whole; None: all.
 
   Returns:
     [B, V] float32, 1 at the most likely token.
@@ -147,8 +169,30 @@ def truncate(
   weights = jnp.exp(scaled) if weights is None else weights
   by_count = (top_k > 0) & (top_k < scaled.shape[-1])
   by_mass = top_p < 1
-  weights = lax.cond(jnp.any(by_count), lambda w: _top_k(scaled, w, top_k, by_count), lambda w: w, weights)
-  weights = lax.cond(jnp.any(by_mass), lambda w: _top_p(scaled, w, top_p, by_mass), lambda w: w, weights)
+  if live is not None:
+    by_count, by_mass = by_count & live, by_mass & live
+
+  def cut(
+    weights: jax.Array, target: jax.Array, active: jax.Array, exactly: Callable[[], jax.Array], *, by_mass: bool
+  ) -> jax.Array:
+    if mesh is None:
+      return exactly()
+    low, proven = _by_candidates(weights, target.astype(jnp.float32), active, mesh, by_mass=by_mass)
+    with jax.named_scope(CHEAPEST):
+      return lax.cond(jnp.all(proven), lambda: _from(weights, low, active), exactly)
+
+  def first_by_count(weights: jax.Array) -> jax.Array:
+    return cut(weights, top_k, by_count, lambda: _top_k(scaled, weights, top_k, by_count), by_mass=False)
+
+  def first_by_mass(weights: jax.Array) -> jax.Array:
+    total = jnp.sum(weights, axis=-1)
+    # Positive, so that a top_p of 0 keeps the most likely token, whose weight is 1.
+    target = jnp.clip(top_p * total, min=1e-30)
+    spare = (1 - top_p) * total
+    return cut(weights, target, by_mass, lambda: _top_p(scaled, weights, target, spare, by_mass), by_mass=True)
+
+  weights = lax.cond(jnp.any(by_count), first_by_count, lambda w: w, weights)
+  weights = lax.cond(jnp.any(by_mass), first_by_mass, lambda w: w, weights)
   return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
@@ -206,17 +250,18 @@ def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.
 
   # Tokens of weight 0 are never drawn, whether kept or not.
   several = active & (low > 0) & (_count(_between(weights, low, high)) > 1)
-  return lax.cond(jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
+  with jax.named_scope(CHEAPEST):
+    return lax.cond(jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
 
 
-def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
-  """Return weights [B, V] with those that top-p drops set to 0 in the `active` rows; other rows are unchanged."""
+def _top_p(scaled: jax.Array, weights: jax.Array, target: jax.Array, spare: jax.Array, active: jax.Array) -> jax.Array:
+  """Return weights [B, V] with those that top-p drops set to 0 in the `active` rows; other rows are unchanged.
+
+  Target and spare, [B] float32 each, are the mass to keep, and the mass that may be left out.
+  """
   size = weights.shape[1]
-  total = jnp.sum(weights, axis=-1)
-  # Positive, so that a top_p of 0 keeps the most likely token, whose weight is 1.
-  target = jnp.clip(top_p * total, min=1e-30)
   # All tokens of less weight than this have together less mass than may be left out.
-  bound = (1 - top_p) * total / size
+  bound = spare / size
   low, high = _narrow(weights, target, active, bound, by_mass=True)
 
   def last_by_number() -> jax.Array:
@@ -234,7 +279,58 @@ def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array, active: jax.
     return jnp.where(above | likelier | tied & (rank >= cut[:, None]) | ~active[:, None], weights, 0.0)
 
   several = active & (_count(_between(weights, low, high)) > 1)
-  return lax.cond(jnp.any(several), last_by_number, lambda: _from(weights, low, active))
+  with jax.named_scope(CHEAPEST):
+    return lax.cond(jnp.any(several), last_by_number, lambda: _from(weights, low, active))
+
+
+def _by_candidates(
+  weights: jax.Array, target: jax.Array, active: jax.Array, mesh: Mesh, *, by_mass: bool
+) -> tuple[jax.Array, jax.Array]:
+  """Return [B] float32 and [B] bool: from which weight on tokens are kept, and in which rows this is proven.
+
+  In such a row one token, alone with its weight, decides whether the target is reached, in whatever order weights are
+  added up. Hence `_top_k` and `_top_p`, which add up those of the whole vocabulary, keep the same tokens to the last.
+
+  Args:
+    weights: [B, V] float32 from 0 to 1, sharded over both axes of the mesh.
+    target: [B] float32, see `_narrow`.
+    active: [B] bool; other rows need no proof.
+    mesh: see `truncate`.
+    by_mass: see `_narrow`.
+  """
+
+  def in_each_shard(weights: jax.Array, target: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, size = weights.shape
+    bins = jnp.pad(weights, ((0, 0), (0, -size % BINS))).reshape(rows, -1, BINS)
+    found, missed, largest = [], jnp.zeros((rows, 1, BINS)), jnp.max(bins, axis=1, keepdims=True)
+    for _ in range(CANDIDATES):
+      found.append(largest)
+      several = jnp.sum((bins == largest).astype(jnp.float32), axis=1, keepdims=True) > 1
+      missed = jnp.where(several, jnp.maximum(missed, largest), missed)
+      largest = jnp.max(jnp.where(bins < largest, bins, 0.0), axis=1, keepdims=True)
+    # No token that is not a candidate weighs more than the last of these.
+    found.append(jnp.maximum(missed, largest))
+    gathered = lax.all_gather(jnp.concatenate(found, axis=1), TENSOR, axis=2)
+    candidates, missed = gathered[:, :-1].reshape(rows, -1), jnp.max(gathered[:, -1], axis=(1, 2))
+
+    def reach(chosen: jax.Array) -> jax.Array:
+      return jnp.sum(jnp.where(chosen, candidates if by_mass else 1.0, 0.0), axis=-1)
+
+    enough = active & (reach(candidates > missed[:, None]) >= target)
+    # The first guess is a common weight at the edge of top-p.
+    low, high = _narrow(candidates, target, enough, jnp.full_like(target, 2.0**-10), by_mass=by_mass)
+    kept, above = candidates >= low[:, None], candidates >= high[:, None]
+    # The rounded sum of n terms ≥ 0, in any order and with any zeros between them, is off by at most (n − 1) · 2 ** -24
+    # of the true sum, and two by twice that from each other. The rest is for rounding here. Counts are exact.
+    slack = _count(kept) * (2.0**-23 if by_mass else 0.0)
+    proven = (reach(kept) * (1 - slack) >= target) & (reach(above) * (1 + slack) < target)
+    proven &= (low > missed) & (_count(kept & ~above) == 1)
+    return low, proven | ~active
+
+  rows = PartitionSpec(FSDP)
+  return jax.shard_map(
+    in_each_shard, mesh=mesh, in_specs=(PartitionSpec(FSDP, TENSOR), rows, rows), out_specs=rows, check_vma=False
+  )(weights, target, active)
 
 
 def _between(weights: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -310,7 +406,8 @@ def _narrow(
   nothing = jnp.zeros_like(target)
   low, high = as_bits(nothing), as_bits(jnp.ones_like(target)) + 1
   state = low, high, jnp.full_like(target, jnp.inf), nothing, jnp.zeros((), jnp.int32)
-  low, high, *_ = lax.while_loop(lambda state: jnp.any(unfinished(state)), narrow, state)
+  with jax.named_scope('about_10'):  # Passes, for the planner.
+    low, high, *_ = lax.while_loop(lambda state: jnp.any(unfinished(state)), narrow, state)
   return as_float(low), as_float(high)
 
 

@@ -185,6 +185,31 @@ def test_an_unknown_loop_is_named_and_a_scope_bounds_it():
   assert [loop.name for loop in hlo.trace(hlo.parse(around)).unbounded] == ['while.4']
 
 
+def test_the_dearest_branch_counts_unless_a_scope_says_that_the_cheapest_is_usual():
+  text = """HloModule t
+
+%dear (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %tanh = f32[8]{0} tanh(%a), backend_config={"estimated_cycles":"100"}
+}
+
+%cheap (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %negate = f32[8]{0} negate(%b), backend_config={"estimated_cycles":"10"}
+}
+
+ENTRY %main (x: f32[8], at: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %chosen = f32[8]{0} conditional(%at, %x, %x), branch_computations={%dear, %cheap}, metadata={op_name="jit(f)/SCOPE/cond"}
+}
+"""
+  for scope, branch, cycles in (('other', 'dearest', 100), ('other', 'cheapest', 10), ('cheapest', 'dearest', 10)):
+    assert hlo.cycles(hlo.trace(hlo.parse(text.replace('SCOPE', scope)), branch=branch)) == cycles
+  inside = text.replace('SCOPE', 'cheapest/cond/branch_0_fun')
+  assert hlo.cycles(hlo.trace(hlo.parse(inside))) == 100
+
+
 def test_text_that_is_no_module_is_refused():
   with pytest.raises(ValueError, match='ENTRY'):
     hlo.parse('HloModule nothing\n')

@@ -12,8 +12,10 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
+from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import sampling
 from tests.compiling import compile_as_users, users_options
+from tests.tpu_programs import slice_mesh
 
 KNOBS = [
   dict(),
@@ -55,7 +57,7 @@ sample = jax.jit(draw)
 sample_as_users = jax.jit(draw, compiler_options=users_options())
 
 
-truncate = jax.jit(sampling.truncate)
+truncate = jax.jit(sampling.truncate, static_argnames='mesh')
 
 
 def by_transformers(logits, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
@@ -122,6 +124,12 @@ def test_ties_at_the_edge():
   assert np.flatnonzero(weights[2]).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_rows_that_do_not_count_are_left_whole():
+  logits, count = jnp.tile(jnp.asarray([0.0, -1.0, -2.0]), (4, 1)), jnp.array([1, 1, -1, -1])
+  kept = truncate(logits, count, jnp.array([1.0, 1, 0.1, 0.1]), jnp.zeros(4), live=jnp.array([True, False] * 2)) > 0
+  assert kept.sum(-1).tolist() == [1, 3, 1, 3]
+
+
 def test_logits_that_differ_by_less_than_their_weights_do():
   """exp makes one weight of them: top-k and top-p still take the larger logit first."""
   logits = jnp.tile(jnp.asarray([-2e-9, -9.0, 0.0, -1e-9, -1e-9]), (5, 1))
@@ -154,6 +162,85 @@ def test_a_divided_vocabulary_stays_where_it_lies():
   apart, together = compiled(divided, by_row), sample(logits, params)
   np.testing.assert_array_equal(apart.token, together.token)
   np.testing.assert_allclose(apart.sampling_log_prob, together.sampling_log_prob, atol=1e-5)
+
+
+def rows_of_every_kind(count, size, shard):
+  """Logits [9 · count, size] shifted after temperature, top_k, top_p and min_p."""
+  rng = np.random.default_rng(0)
+  normal = rng.normal(size=(count, size)) * rng.uniform(0.1, 8, (count, 1))
+  zipf = rng.permuted(-np.log(np.arange(1, size + 1)) * rng.uniform(1, 4, (count, 1)), axis=1)
+  padded, one = np.where(np.arange(size) < size - 200, normal, -np.inf), np.eye(count, size) * 50
+  # The likeliest tokens are 128 apart in one shard, and in half of the rows the first two are equal.
+  crowded, order = np.full((count, size), -12.0), np.arange(len(range(0, shard, 128)))
+  crowded[:, :shard:128] = rng.permuted(-0.3 * np.maximum(order, np.arange(count)[:, None] % 2), axis=1)
+  kinds = [zipf, zipf, normal, padded, one, np.round(zipf), np.where(zipf < -9, -np.inf, zipf), crowded, crowded * 0]
+  logits = np.concatenate(kinds).astype(np.float32)
+  temperature, top_k, top_p, min_p = (
+    rng.choice(values, len(logits)).astype(dtype)
+    for values, dtype in (
+      ([0.01, 0.6, 1, 1, 5], np.float32),
+      ([-1, -1, 1, 4, 20, size // 2], np.int32),
+      ([0, 0.5, 0.75, 0.95, 0.99, 1], np.float32),
+      ([0, 0, 0.05], np.float32),
+    )
+  )
+  # Rows of the first kind need the mass of a whole number of tokens, but for the last bits of float32.
+  temperature[:count] = 1
+  sums = np.cumsum(np.sort(np.asarray(jnp.exp(shifted(zipf.astype(np.float32)))))[:, ::-1], axis=1)
+  exact = sums[np.arange(count), rng.integers(1, 60, count)] / sums[:, -1]
+  top_p[:count] = exact + np.spacing(exact) * rng.integers(-2, 3, count)
+  return shifted(logits, temperature[:, None]), top_k, top_p, min_p
+
+
+def by_row_and_token(mesh, axes):
+  return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*['fsdp', 'tensor'][:axes]))
+
+
+@pytest.mark.parametrize('by_mass', [True, False], ids=['top-p', 'top-k'])
+def test_candidates_of_shards_keep_the_same_tokens(by_mass):
+  """Bit for bit what passes over the whole vocabulary keep, in batches that are proven as in others."""
+  mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+
+  def put(*values):
+    return [jax.device_put(value, by_row_and_token(mesh, value.ndim)) for value in values]
+
+  @jax.jit
+  def proven(scaled, top_k, top_p):
+    # What a batch keeps does not show which of its rows are proven.
+    find, weights = sampling._by_candidates, jnp.exp(scaled)  # noqa: SLF001
+    active = top_p < 1 if by_mass else top_k > 0
+    target = top_p * jnp.sum(weights, axis=-1) if by_mass else top_k.astype(jnp.float32)
+    low, proven = find(weights, target, active, mesh, by_mass=by_mass)
+    return jnp.where(weights >= low[:, None], weights, 0.0), proven & active
+
+  scaled, top_k, top_p, min_p = rows_of_every_kind(48, 2800, 700)
+  alone = (scaled, top_k * 0, top_p, min_p * 0) if by_mass else (scaled, top_k, top_p * 0 + 1, min_p * 0)
+  expected = np.asarray(truncate(*put(*alone)))
+  kept, shown = map(np.asarray, proven(*put(*alone[:3])))
+  assert shown.mean() > 0.2 and not shown[-48:].any()
+  np.testing.assert_array_equal(kept[shown], expected[shown])
+  if by_mass:
+    all_proven = [values[np.resize(np.flatnonzero(shown), len(shown))] for values in alone]
+    for batch in (all_proven, (scaled, top_k, top_p, min_p)):
+      np.testing.assert_array_equal(truncate(*put(*batch), mesh=mesh), truncate(*put(*batch)))
+
+
+@pytest.mark.tpu_compiler
+def test_shards_that_prove_a_threshold_exchange_candidates_once():
+  """No pass over the vocabulary, let alone a loop of them: those stand in the branch of batches that are not proven."""
+  mesh = slice_mesh('v5e:2x4', 2, 4)
+  logits, *knobs = (
+    jax.ShapeDtypeStruct(shape, dtype, sharding=by_row_and_token(mesh, len(shape)))
+    for shape, dtype in (((16, 4096), jnp.float32), ((16,), jnp.int32), ((16,), jnp.float32), ((16,), jnp.float32))
+  )
+  text = truncate.lower(logits, *knobs, mesh=mesh).compile().as_text()
+  sent = hlo.collectives(hlo.trace(hlo.parse(text)), dict(mesh.shape))
+  assert {(each.kind, *each.axes): each.count for each in sent} == {
+    ('all-gather', 'tensor'): 2,  # Candidates of top-k and of top-p.
+    ('all-reduce', 'tensor'): 1,  # The total, of which top-p is a part.
+    ('all-reduce', 'fsdp'): 3,  # Whether any row has top-k or top-p, whether all are proven, twice.
+  }
+  assert text.count(' all-reduce(') > 10 and ' while(' in text
 
 
 def test_extreme_rows_leave_the_most_likely_token():
