@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import threading
+import time
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from sdpo_jax.training import step as steps
 from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.carry_over import OpenGroup, OpenSample, learned_next
 from tests import tiers, tiny
+from tests.resumed_runs import start_two
 from tests.training import cartridge_runs
 from tests.training.compared_runs import Killed, lines, log_probs
 
@@ -280,8 +282,7 @@ def test_what_does_not_go_with_open_slots_is_refused(settings, changes, expected
     changed(settings, **changes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('mesh', [MeshConfig(4, 2), MeshConfig(8, 1)], ids=str)
+@pytest.mark.parametrize('mesh', tiers.cases([MeshConfig(4, 2), MeshConfig(8, 1)], slow=[MeshConfig(4, 2)]), ids=str)
 def test_slots_of_several_shards_stay_open(settings, tmp_path, monkeypatch, mesh):
   monkeypatch.setattr(accelerators, 'devices', jax.devices)
   check(run(changed(settings, mesh=mesh, rollout__max_batch_rows=8), tmp_path / 'run'))
@@ -381,3 +382,40 @@ def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
       loop.train(config, tmp_path / 'run')
   loop.train(config, tmp_path / 'run')
   assert lines(tmp_path / 'run') == expected
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_groups_of_one_and_go_on_after_a_kill(tmp_path, monkeypatch):
+  """Each grades its share, and the slots of a step are spread over both."""
+  changes = {
+    'rollout.max_staleness': STALENESS,
+    'rollout.max_batch_rows': 6,
+    'rollout.decode_chunk': 4,
+    'rollout.stop_token_ids': tuple(range(40, 60)),
+    'data.max_response_length': 48,
+    'data.response_buckets': (48,),
+    'trainer.total_training_steps': STEPS,
+    'trainer.val_before_train': False,
+  }
+  shown = {name: ','.join(map(str, value)) if isinstance(value, tuple) else value for name, value in changes.items()}
+  config = tiny.make_experiment(tmp_path)
+  arguments = [f'--config={config}', *(f'--config.{name}={value}' for name, value in shown.items())]
+  processes = start_two(arguments, tmp_path / 'two')
+  while not (tmp_path / 'two' / 'rollouts' / '4.jsonl').exists():
+    assert processes[0].poll() is None
+    time.sleep(0.01)
+  for process in processes:
+    process.kill()
+    process.wait()
+  assert [process.wait() for process in start_two(arguments, tmp_path / 'two')] == [0, 0]
+  made: dict = {}
+  exec(config.read_text(), made)
+  monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:2])
+  loop.train(changed(made['get_config'](), **{k.replace('.', '__'): v for k, v in changes.items()}), tmp_path / 'one')
+  together, alone = lines(tmp_path / 'two'), lines(tmp_path / 'one')
+  assert [line['step'] for line in together] == [line['step'] for line in alone] == list(range(1, STEPS + 1))
+  for left, right in zip(together, alone, strict=True):
+    assert {name: value for name, value in left.items() if 'rollout/' in name} == pytest.approx(
+      {name: value for name, value in right.items() if 'rollout/' in name}, rel=1e-4
+    )
+  assert max(line['rollout/staleness_max'] for line in alone) == STALENESS
