@@ -107,6 +107,7 @@ REFUSED: Table = (
   ),
   (_CARTRIDGE, 'model.cartridge plan.document_tokens trainer.push_url'),
   (_set('trainer.push_url'), _of('trainer', 'push_freq push_name push_key_env')),
+  (_set('rollout.max_staleness'), 'rollout.carried_cache'),
   (
     _off('model.cartridge.path', 'which determines slots and windows of the cartridge'),
     _of('model.cartridge', 'tokens num_frozen_tokens initializer init_text init_turn_end sliding_window'),

@@ -281,6 +281,11 @@ class RolloutConfig(SamplingConfig):
     'its samples. See docs/optimization.md.',
     Range(at_least=0, at_most=16, unit='generation batches'),
   )
+  carried_cache: Literal['recomputed', 'kept'] = setting(
+    'recomputed',
+    "Keys and values of samples that go on after an update. 'recomputed': by the new weights, from all tokens; 'kept': "
+    'those of the weights that drew each token, in memory for a second cache and in checkpoints.',
+  )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, besides the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, besides the model's own.")
   max_batch_rows: int = setting(

@@ -49,12 +49,13 @@ HOP = 0.7e-6
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # Memory that is always in use, whichever program runs.
 RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base')
-RESIDENT += tuple(f'{name} policy' for name in REFERENCES)
+RESIDENT += 'carried', *(f'{name} policy' for name in REFERENCES)
 # Label of the program that reads part of a document, while only the model and the document are in memory.
 READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
 SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
+SAMPLING += ('recompute', 'empty recomputed', 'readmit', 'park', 'empty carried')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,7 +382,7 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
   """Return the bytes on one device by kind of argument; those in `RESIDENT` stay in memory whichever program runs."""
   held: dict[str, float] = {}
-  for kind in (*REFERENCES, 'update', 'apply'):
+  for kind in (*REFERENCES, 'update', 'apply', 'park'):
     held |= next((held_bytes(program) for program in found.values() if program.kind == kind), {})
   return {part: size for part, size in held.items() if part in RESIDENT}
 
@@ -425,6 +426,7 @@ def _memory(
     'extend': 'cache',
     'empty': 'cache',
     'empty kept': 'kept prefixes',
+    'empty carried': 'carried',
     'resize': 'cache',
     'prepare': 'sampling weights',
     'prepare_base': 'sampling base',

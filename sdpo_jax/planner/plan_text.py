@@ -29,6 +29,7 @@ _MEMORY = (
   'sampling weights',
   'cache',
   'kept prefixes',
+  'carried',
   'states',
   'batch',
   'results',

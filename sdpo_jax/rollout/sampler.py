@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import functools
 import math
 from typing import Any, Required, TypedDict, Unpack
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.cache import KVCache
 from sdpo_jax.models.policy import NO_MEMBER, Policy
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.buckets import padded, smallest_bucket
@@ -308,23 +310,31 @@ class Sampler:
         the cache has its largest size.
     """
     shards = self._functions.shards
-    kept = sizes(
-      rows=shard_rows(most or self._max_batch_rows, self._max_batch_rows, shards),
+    return Slots(
+      self._functions,
+      parameters,
+      self._open_sizes(most),
+      queue_of(shards),
+      stop_ids=stop_ids,
+      closed=False,
+      kept=math.ceil(kept_prefixes / shards),
+    )
+
+  def parked(self, most: int) -> KVCache:
+    """Return `Slots.parked` of `open_slots` with at most so many samples, as abstract arrays."""
+    taken, functions = self._open_sizes(most), self._functions
+    whole = functools.partial(functions.empty, rows=functions.shards * taken.rows, slots=taken.stages[-1].slots)
+    return jax.eval_shape(whole)
+
+  def _open_sizes(self, most: int | None) -> SamplerSizes:
+    return sizes(
+      rows=shard_rows(most or self._max_batch_rows, self._max_batch_rows, self._functions.shards),
       refilled=True,
       widths=self._prompt_buckets,
       room=self._response_buckets[-1],
       chunk=self._chunk,
       keeps_size=self._functions.keeps_size,
       resized=self._resized and most is not None,
-    )
-    return Slots(
-      self._functions,
-      parameters,
-      kept,
-      queue_of(shards),
-      stop_ids=stop_ids,
-      closed=False,
-      kept=math.ceil(kept_prefixes / shards),
     )
 
   def collect(self, slots: Slots, drawn: decode.Drawn) -> list[Finished]:

@@ -6,7 +6,7 @@ the largest bucket, and for the cache sizes of `sdpo_jax.rollout.sizes`: `empty/
 a prompt's cache into the rows of its samples, and `decode/P×T` draws tokens. A cache that starts small, with C slots,
 has `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; one with fewer rows R has `decode/P×T#R`, reached by
 `resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Samples that carry over have `recompute/P×T`, with
-`empty recomputed/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
+`empty recomputed/P×T`, or `park/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class SamplerSpec:
   chunk: int  # Maximum tokens drawn per call of the decode loop.
   stop_ids: int  # Number of token ids that end a completion.
   int8_cache: bool = False
-  carries: bool = False  # Whether the slots of training stay open across steps, `Slots.resume`.
+  carries: Literal['', 'recomputed', 'kept'] = ''  # How the slots of training stay open across steps, if they do.
 
 
 def sampler_programs(
@@ -123,11 +123,11 @@ def _sampling(
 ) -> dict[str, Program]:
   """Return the sampler's programs for a request of `samples`, except those that prepare the parameters."""
   response, chunk, shards = spec.response, spec.chunk, engine.shards
-  carries = spec.carries and not evaluation
+  carries = '' if evaluation else spec.carries
   rows = sizes.shard_rows(max(samples, spec.least), spec.max_rows, shards)
   taken = sizes.sizes(
     rows=rows,
-    refilled=carries or samples > rows * shards,
+    refilled=bool(carries) or samples > rows * shards,
     widths=spec.prompts,
     room=response,
     chunk=chunk,
@@ -204,7 +204,17 @@ def _sampling(
         capacity=size.slots,
         rows=most,
       )
-  if carries:
+  if carries == 'kept':
+    rows, indices = cache(most, whole), (of_rows(most), of_rows(most), of_rows(shards))
+    more, three = dict(capacity=whole, rows=most), ['batch'] * 3
+    if first.slots != whole:
+      add('empty carried', engine.empty, (), (), static=dict(rows=most, slots=whole), **more)
+    for size in taken.stages:
+      add('park', engine.copy, (rows, held(size), *indices), ('carried', 'cache', *three), suffix=suffix(size), **more)
+    for size in taken.stages[: taken.admitting]:
+      arguments, holds = (held(size), rows, *indices), ('cache', 'carried', *three)
+      add('readmit', engine.copy, arguments, holds, suffix=suffix(size), **more)
+  if carries == 'recomputed':
     again = shards * taken.recomputed
     more = dict(capacity=whole, rows=again)
     add('empty recomputed', engine.empty, (), (), static=dict(rows=again, slots=whole), **more)

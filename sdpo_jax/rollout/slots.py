@@ -250,9 +250,20 @@ class Slots:
       self.stats.tokens += length - int(self._carried[slot])
     return found
 
-  def resume(self, carried: Sequence[Carried]) -> None:
-    """Give samples under way the slots that they had, and compute their keys and values; call it before `admit`."""
-    of_shard: list[list[int]] = [[] for _ in range(self._functions.shards)]
+  def parked(self) -> KVCache:
+    """Return the keys and values of the samples under way, in rows with the numbers of their slots, for `resume`."""
+    rows, per_shard = self._sizes.rows, self._per_shard
+    moves = [(*divmod(slot, per_shard), slot % per_shard) for slot in np.flatnonzero(self._live).tolist()]
+    parked = self._functions.empty(rows=self._functions.shards * rows, slots=self._sizes.stages[-1].slots)
+    return parked if self._cache is None else self._functions.copied(parked, self._cache, moves, rows)
+
+  def resume(self, carried: Sequence[Carried], parked: KVCache | None = None) -> None:
+    """Give samples under way the slots that they had; call it before `admit`.
+
+    Args:
+      carried: the samples.
+      parked: their keys and values; None: they are computed from the tokens.
+    """
     for each in carried:
       slot, length = each.shard * self._per_shard + each.slot, len(each.tokens)
       self._take(slot, each.samples, each.number - each.samples.first)
@@ -261,12 +272,18 @@ class Slots:
       self._token[slot], self._tokens[slot, :length] = each.tokens[-1], each.tokens
       for name, values in self._records.items():
         values[slot, :length] = each.records[name]
-      of_shard[each.shard].append(slot)
     if not carried:
       return
     self._fit(ending=False)
+    if parked is not None:
+      moves = [(each.shard, each.slot, each.slot) for each in carried]
+      self._cache = self._functions.copied(self._cache, parked, moves, self._per_shard)
+      return
     # Rows of about the same length together, since a call takes as many steps as its longest row.
-    of_shard = [sorted(of_rows, key=lambda slot: (self._held[slot], slot)) for of_rows in of_shard]
+    by_length = sorted(np.flatnonzero(self._live).tolist(), key=lambda slot: (self._held[slot], slot))
+    of_shard = [
+      [slot for slot in by_length if slot // self._per_shard == shard] for shard in range(self._functions.shards)
+    ]
     size = self._sizes.recomputed
     for first in range(0, max(map(len, of_shard)), size):
       self._recompute([of_rows[first : first + size] for of_rows in of_shard], size)

@@ -133,6 +133,8 @@ def _digest(examples: Sequence[Example], prompts: Sequence[Sequence[int]]) -> st
 class Ahead:
   """A queue of the generation batches that were sampled but not learned from yet."""
 
+  parked: Any = None  # Arrays of samples under way, which a checkpoint holds, too.
+
   def __init__(self, config: Config, iterator: pipeline.TrainIterator, tokenizer: Tokenizer):
     """Make an empty queue.
 

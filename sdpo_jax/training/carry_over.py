@@ -1,8 +1,8 @@
 """Groups of completions under way across steps (`rollout.max_staleness`): who gets a slot, and who is learned from.
 
 Samples that a step leaves unfinished go on in the next one, under the weights after the update; their keys and values
-are computed again. The clock is the number of decode steps of the run, the same on all processes and in every attempt:
-no order depends on seconds, nor on graders. Evaluations decode in the same slots.
+are computed again, or kept (`rollout.carried_cache`). The clock is the number of decode steps of the run, the same on
+all processes and in every attempt: no order depends on seconds, nor on graders. Evaluations decode in the same slots.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from typing import Any, Unpack
 import numpy as np
 
 from sdpo_jax import liveness
+from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed.stopping import Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.models.cache import KVCache
+from sdpo_jax.rollout.functions import cache_shardings
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.queue import Queue, Samples
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.sampler import SamplingOptions, request_rollouts, rollouts_of
 from sdpo_jax.rollout.slots import RECORDS, Carried, Finished, Slots
 from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch, decoded, encoded
+from sdpo_jax.training.checkpoint.checkpoints import ARRAYS
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.joint_errors import JointErrors
 from sdpo_jax.training.session import Session
@@ -144,6 +149,20 @@ def learned_next(groups: Sequence[OpenGroup], step: int, most: int, count: int) 
   return sorted(chosen, key=lambda group: group.number)
 
 
+def most_samples(config: Config, evaluated: int) -> int:
+  """Return the largest number of samples at once, if an evaluation has `evaluated`."""
+  return max((config.rollout.max_staleness + 1) * config.data.train_batch_size * config.rollout.n, evaluated)
+
+
+def abstract_parked(session: Session, evaluated: int) -> KVCache | None:
+  """Return the arrays that checkpoints hold of samples under way, with shardings; None: they hold none."""
+  rollout = session.config.rollout
+  if not (rollout.max_staleness and rollout.carried_cache == 'kept'):
+    return None
+  parked = session.sampler.parked(most_samples(session.config, evaluated))
+  return meshes.abstract(parked, cache_shardings(session.mesh, parked))
+
+
 @dataclasses.dataclass(frozen=True)
 class OtherRequest:
   """Samples that are drawn beside those of open groups."""
@@ -179,7 +198,7 @@ class CarryOver(Ahead):
     self._session, self._graders, self._seed, self._stop = session, graders, seed, stop
     self._count = session.config.data.train_batch_size  # Groups of a batch.
     self._most = (session.config.rollout.max_staleness + 1) * self._count  # Open groups at once.
-    self._rows = max(self._most * session.config.rollout.n, evaluated)  # Samples at once.
+    self._rows = most_samples(session.config, evaluated)
     self._room = declared_buckets(session.config).response[-1]
     self._step = self._admitted = self._clock = 0  # As in `OpenGroups`.
     self._after = 0  # The step after which the weights are that draw now.
@@ -302,6 +321,8 @@ class CarryOver(Ahead):
     self._finish(ended, other)
     for each in slots.carried():
       self._put(each, slot=(each.shard, each.slot))
+    if self._config.rollout.carried_cache == 'kept':
+      self.parked = slots.parked()
     self._clock += slots.stats.decode_steps
 
   def _next_batch(self) -> list[OpenGroup] | None:
@@ -361,7 +382,7 @@ class CarryOver(Ahead):
         indices = [index for _, index in run]
         knobs = {name: values[indices] for name, values in group.request.knobs.items()}
         slots.queue.add(dataclasses.replace(group.request, first=first + indices[0], knobs=knobs))
-    slots.resume(carried)
+    slots.resume(carried, self.parked)
 
   def _at(self, drawn: Carried | Finished) -> tuple[OpenGroup, int]:
     """Return the group of a sample, and its index in it."""
@@ -462,7 +483,7 @@ class CarryOver(Ahead):
         'with rollout.max_staleness a run resumes on as many devices, with the same settings of mesh.'
       )
     self._step, self._admitted, self._clock = (saved[name] for name in ('step', 'admitted', 'clock'))
-    numbers = saved['groups']
+    numbers, self.parked = saved['groups'], host.get(ARRAYS)
     examples = self._read(numbers, self._admitted)
     for number, example, begun in zip(numbers, examples, saved['begun'], strict=True):
       self._add(number, example, begun)

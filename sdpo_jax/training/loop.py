@@ -32,6 +32,7 @@ from sdpo_jax.models.adapters.cartridge_files import Origin
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
+  carry_over,
   cartridges,
   chunk_bank,
   endpoint_teacher,
@@ -49,7 +50,7 @@ from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.around_step import AroundStep, prepared_again
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.carry_over import CarryOver
-from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
+from sdpo_jax.training.checkpoint.checkpoints import ARRAYS, Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
@@ -213,9 +214,11 @@ def _steps_of(
     table = session.policy.parameter_table()
     session.references = reference_policies.of_parameters(session.spec, table, parameters, config.model.dtype)
     like = abstract_state(update_spec(config), parameters, session.mesh, table)
+    evaluated = len(held_out) * config.val_kwargs.n
+    parked = carry_over.abstract_parked(session, evaluated)
     with (
       Watchdog(config.trainer, workdir, announce, stop.give_up),
-      resuming.opened(config, workdir, ownership, like, say) as (checkpoints, resumed),
+      resuming.opened(config, workdir, ownership, like, say, parked) as (checkpoints, resumed),
     ):
       step = 0 if resumed is None else resumed.step
       continuation = fingerprint.start(workdir, config, continuation, step, ownership, resumed.lost if resumed else ())
@@ -228,7 +231,6 @@ def _steps_of(
         state, unfinished = resumed.state, resumed.unfinished
       ahead = Ahead(config, iterator, tokenizer)
       if config.rollout.max_staleness:
-        evaluated = len(held_out) * config.val_kwargs.n
         ahead = CarryOver(session, graders, iterator, sampling_seed(state), stop, evaluated)
       if resumed is not None:
         other_rows, lost = 'data' in config.trainer.accept_changes, []
@@ -326,13 +328,14 @@ class _Run:
       leaves: digests of its arrays; None: they are computed if the state is saved.
     """
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
-    position, waiting = self.around.ahead.saved()
+    (position, waiting), parked = self.around.ahead.saved(), self.around.ahead.parked
     gathered = () if self.around.gathering is None else self.around.gathering.saved()
 
     def host() -> dict[str, Any]:
       drawn = {WAITING: [batch.to_json() for batch in waiting]} if waiting else {}
       learned = {GATHERED: gathering.to_json(gathered)} if gathered else {}
-      return {'iterator': position, **drawn, **learned, **outstanding}
+      arrays = {} if parked is None else {ARRAYS: parked}
+      return {'iterator': position, **drawn, **learned, **outstanding, **arrays}
 
     keep = self.session.config.trainer.keep_starting_state
     self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)

@@ -20,7 +20,7 @@ from sdpo_jax.training.directory import lost_checkpoints
 from sdpo_jax.training.directory.lines import STATE_DIGEST, MetricsLines, history
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.workdir import open_workdir
-from sdpo_jax.types import TrainState
+from sdpo_jax.types import TrainState, Tree
 
 UNFINISHED = 'unfinished'  # Key in the host's state: the outstanding part of the step.
 
@@ -44,7 +44,12 @@ class Resumed:
 
 @contextlib.contextmanager
 def opened(
-  config: Config, workdir: epath.Path, ownership: Ownership | None, like: TrainState, say: Callable[[str], None]
+  config: Config,
+  workdir: epath.Path,
+  ownership: Ownership | None,
+  like: TrainState,
+  say: Callable[[str], None],
+  arrays: Tree | None = None,
 ) -> Iterator[tuple[Checkpoints, Resumed | None]]:
   """Provide the checkpoints of a run and the newest restored state (None if there is none); close them at the end.
 
@@ -54,6 +59,7 @@ def opened(
     ownership: ownership of the directory; None on all processes but one.
     like: a state, or abstract arrays with shardings, in the layout to restore.
     say: receives sentences for the user.
+    arrays: as in `Checkpoints`.
 
   Raises:
     UserError: the run cannot resume from what is on disk.
@@ -62,7 +68,12 @@ def opened(
   barrier('the start of the run')  # Weights are read by now, and the directory is there.
   trainer = config.trainer
   checkpoints = Checkpoints(
-    workdir, keep=trainer.max_ckpt_to_keep, best_metric=trainer.best_metric, ownership=ownership, say=say
+    workdir,
+    keep=trainer.max_ckpt_to_keep,
+    best_metric=trainer.best_metric,
+    ownership=ownership,
+    say=say,
+    arrays=arrays,
   )
   try:
     liveness.begin('restore')

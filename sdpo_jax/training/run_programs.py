@@ -32,6 +32,7 @@ from sdpo_jax.objective.objective_spec import ObjectiveSpec
 from sdpo_jax.rollout.sampler_programs import SamplerSpec, named, sampler_programs
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import feedback_writing, reference_policies, teacher_model
+from sdpo_jax.training.carry_over import most_samples
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.perplexity import perplexity_program
@@ -251,10 +252,9 @@ def sampling_programs(run: Run) -> dict[str, Program]:
   """
   config, evaluated = run.config, _evaluated(run)
   student = run.policy, run.base, run.trainable
-  most = config.rollout.max_staleness
-  samples = (most + 1) * config.data.train_batch_size * config.rollout.n
-  if most:  # Evaluations decode in the same slots.
-    samples, evaluated = max(samples, evaluated), 0
+  samples = config.data.train_batch_size * config.rollout.n
+  if config.rollout.max_staleness:  # Evaluations decode in the same slots.
+    samples, evaluated = most_samples(config, evaluated), 0
   training = [(samples, False)] if config.rollout.sampled_by != 'data' else []
   evaluation = [(evaluated, True)] if evaluated else []
   if config.rollout.sampled_by != 'teacher':
@@ -331,6 +331,6 @@ def _of_sampler(
     chunk=config.rollout.decode_chunk,
     stop_ids=run.stop_ids,
     int8_cache=config.rollout.cache_dtype == 'int8',
-    carries=bool(config.rollout.max_staleness) and not whose,
+    carries=config.rollout.carried_cache if config.rollout.max_staleness and not whose else '',
   )
   return sampler_programs(policy, run.mesh, base, trainable, spec, requests, whose, students_base=run.base)

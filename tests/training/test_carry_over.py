@@ -10,6 +10,7 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from sdpo_jax.config import Config, LoraConfig, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
+from sdpo_jax.models import cache as kv_cache
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.training import carry_over, loop, saving
 from sdpo_jax.training import step as steps
@@ -97,6 +99,33 @@ def questions(whole: Whole) -> list[list[int]]:
   return [[int(example.id.split('-')[1]) for example in graded.examples] for *_, graded in whole.learned]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def append(policy, base, trainable, cache, tokens, count):
+  """Append the first `count` of some tokens to a cache of one row; return it, and the log-probs after each token."""
+  index = jnp.arange(tokens.shape[1])[None]
+  valid = index < count
+  positions = jnp.where(valid, cache.lengths[:, None] + index, 0)
+  recent = policy.with_recent(cache, tokens.shape[1])
+  hidden, unembedding, grown = policy.apply(base, trainable, tokens, positions, valid.astype(jnp.int32), recent)
+  grown = kv_cache.commit(grown, jnp.ones(1, bool)).replace(lengths=cache.lengths + count)
+  return grown, jax.nn.log_softmax(hidden[0] @ unembedding[: policy.vocab_size].T)
+
+
+def kept_log_probs(session, models, prompt, tokens, drawn_by) -> np.ndarray:
+  """Log-probs of a completion, each part of which is read by the weights that drew it, after older keys and values."""
+  policy, base = session.policy.in_any_order(), session.base
+  cache, done, found = policy.init_cache(1, 256), 0, []
+  inputs = [*prompt, *tokens[:-1]]
+  for version, count in drawn_by:
+    end = len(prompt) - 1 + len(found) + count
+    part = np.zeros((1, 96), np.int32)
+    part[0, : end - done] = inputs[done:end]
+    cache, scores = append(policy, base, models[version], cache, part, end - done)
+    found += [float(scores[end - done - count + at, tokens[len(found) + at]]) for at in range(count)]
+    done = end
+  return np.array(found)
+
+
 def check(whole: Whole) -> None:
   """Every group is learned from once and in time, and each token was drawn by the weights that are recorded."""
   assert sorted(sum(questions(whole), [])) == list(range(STEPS * GROUPS))
@@ -137,6 +166,21 @@ def texts(whole: Whole) -> dict[str, list[str]]:
     for *_, graded in whole.learned
     for group, example in enumerate(graded.examples)
   }
+
+
+def test_kept_keys_and_values_are_those_of_the_weights_that_drew(settings, wholes, tmp_path):
+  config = changed(settings, **CASES['kept'])
+  found, several = run(config, tmp_path / 'run'), 0
+  models = [trainable for _, trainable, _ in found.learned]
+  for session, _, graded in found.learned:
+    for row, drawn_by in enumerate(graded.drawn_by):
+      if len(drawn_by) > 1:
+        length, several = sum(count for _, count in drawn_by), several + 1
+        tokens = graded.rollouts.completion_tokens[row, :length].tolist()
+        own = kept_log_probs(session, models, graded.prompts[graded.rollouts.group[row]], tokens, drawn_by)
+        assert np.abs(own - graded.rollouts.model_log_probs[row, :length]).max() < 5e-5
+  assert several > 5 and all(line['rollout/recomputed_tokens'] == 0 for line in found.lines)
+  assert wholes('kept', config) == found.lines
 
 
 def test_without_learning_the_samples_are_those_of_a_run_that_waits(settings, tmp_path, monkeypatch):
@@ -273,6 +317,7 @@ def killed_at(calls: list, step: int, function, arguments):
   ('changes', 'expected'),
   [
     ({'rollout__steps_off': 1}, 'rollout.max_staleness=2 with rollout.steps_off=1'),
+    ({'rollout__max_staleness': 0, 'rollout__carried_cache': 'kept'}, 'rollout.carried_cache'),
     ({'rollout__max_staleness': 17}, 'rollout.max_staleness must lie in'),
     ({'rollout__max_staleness': True}, 'rollout.max_staleness'),
   ],
@@ -285,7 +330,12 @@ def test_what_does_not_go_with_open_slots_is_refused(settings, changes, expected
 @pytest.mark.parametrize('mesh', tiers.cases([MeshConfig(4, 2), MeshConfig(8, 1)], slow=[MeshConfig(4, 2)]), ids=str)
 def test_slots_of_several_shards_stay_open(settings, tmp_path, monkeypatch, mesh):
   monkeypatch.setattr(accelerators, 'devices', jax.devices)
-  check(run(changed(settings, mesh=mesh, rollout__max_batch_rows=8), tmp_path / 'run'))
+  config = changed(settings, mesh=mesh, rollout__max_batch_rows=8)
+  check(run(config, tmp_path / 'run'))
+  kept = changed(config, rollout__carried_cache='kept', trainer__save_freq=2, trainer__total_training_steps=3)
+  run(kept, tmp_path / 'kept')
+  run(changed(kept, trainer__total_training_steps=4), tmp_path / 'kept')
+  assert len(lines(tmp_path / 'kept')) == 4
 
 
 # ———— Killed and resumed ————
@@ -296,6 +346,7 @@ CASES = {
   'grpo': {'actor__policy_loss__loss_mode': 'vanilla', 'algorithm__rollout_correction__rollout_is': 'token'},
   'hybrid': {'algorithm__mode': 'hybrid', 'actor__ppo_mini_batch_size': 1, 'trainer__batch_order': 'balanced'},
   'lora': {'model__lora': LoraConfig(rank=2)},
+  'kept': {'rollout__carried_cache': 'kept', 'trainer__test_freq': 2},
   'evaluates': {'trainer__test_freq': 2, 'trainer__val_before_train': True},
   'gathers': {
     'algorithm__min_sdpo_examples': 5,
@@ -347,6 +398,9 @@ def config_of(kind: str, settings: Config, folder) -> Config:
       ('grpo', 'build_batch', 5, 3, False),
       ('hybrid', 'run_update', 3, 1, False),
       ('lora', 'collect', 3, 1, False),
+      ('kept', 'collect', 6, 1, False),
+      ('kept', 'run_update', 5, 3, False),
+      ('kept', 'build_batch', 3, 0, True),
       ('evaluates', 'collect', 6, 1, False),
       ('evaluates', 'run_update', 4, 3, False),
       ('gathers', 'run_update', 2, 1, False),

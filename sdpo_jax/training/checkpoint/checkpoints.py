@@ -39,11 +39,12 @@ from sdpo_jax.training.checkpoint.manifest import CheckpointManifest, DamagedErr
 from sdpo_jax.training.checkpoint.unreadable import ignore_given_up_reads, is_out_of_reach
 from sdpo_jax.training.directory.epochs import Epochs, read_epochs
 from sdpo_jax.training.directory.published_checkpoints import CHECKPOINTS, DAMAGED, MANIFEST, is_step
-from sdpo_jax.types import TrainState
+from sdpo_jax.types import TrainState, Tree
 
 if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
+ARRAYS = 'arrays'  # Entry of the host's state that is not JSON but a tree of device arrays.
 SKIPPED = ocp.PLACEHOLDER  # Placeholder for a leaf that is not read.
 PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt to read a checkpoint that is out of reach.
 NO_MANIFEST = f'it has no {MANIFEST}, because an earlier version wrote it or that file was lost'
@@ -68,6 +69,7 @@ class Checkpoints:
     read_only: bool = False,
     ownership: Ownership | None = None,
     say: Callable[[str], None] = _logger.warning,
+    arrays: Tree | None = None,
   ):
     """Open the checkpoints of `workdir`.
 
@@ -78,6 +80,7 @@ class Checkpoints:
       read_only: whether to change nothing, since another process may be running the run.
       ownership: ownership of the directory, on process 0.
       say: receives sentences for the user about damaged checkpoints.
+      arrays: the `ARRAYS` of a host's state as abstract arrays with shardings; None: they are not restored.
 
     Raises:
       UserError: the checkpoints cannot be opened.
@@ -86,6 +89,7 @@ class Checkpoints:
     if is_local(self._workdir):
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep, self._read_only, self._ownership, self._say = keep, read_only, ownership, say
+    self._arrays = arrays
     self.best_metric = best_metric
     # Step → its manifest; None: the manifest cannot be read.
     self._manifests: dict[int, CheckpointManifest | None] = {}
@@ -150,7 +154,7 @@ class Checkpoints:
     Args:
       step: number of finished generation batches.
       state: device state.
-      host: host state as JSON values (data iterator, waiting batches).
+      host: host state as JSON values (data iterator, waiting batches), and perhaps `ARRAYS`.
       metrics: metrics of this step; empty if they were measured with another state. All are stored, so that
         `best_metric` may be changed at a resume.
       leaves: digests of the state's arrays, if known (`digests.leaf_digests`).
@@ -172,9 +176,11 @@ class Checkpoints:
       if jax.process_index() == 0 and not is_local(folder) and folder.exists():
         self._move(folder)  # The folder may be from a process that has lost the run.
       self._failed.append(step)
-      self._writer.save(
-        folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host)))
-      )
+      items = {'state': ocp.args.PyTreeSave(state)}
+      if ARRAYS in host:
+        items[ARRAYS] = ocp.args.PyTreeSave(host[ARRAYS])
+      values = {name: value for name, value in host.items() if name != ARRAYS}
+      self._writer.save(folder, args=ocp.args.Composite(**items, host=ocp.args.JsonSave(values)))
     except (OSError, ValueError, RuntimeError) as error:
       raise self._write_error(error) from error
     self._manifests[step] = draft
@@ -439,10 +445,15 @@ class Checkpoints:
       if not self._read_only:
         raise DamagedError(NO_MANIFEST) from error
       expected = None
-    layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    wanted = {'state': like} | ({} if self._arrays is None else {ARRAYS: self._arrays})
+    items = {
+      name: ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+      for name, tree in wanted.items()
+    }
     ignore_given_up_reads()
-    restored = self._reader.restore(folder, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
-    return restored['state'], restored['host'], expected
+    restored = self._reader.restore(folder, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore()))
+    arrays = {} if self._arrays is None else {ARRAYS: restored[ARRAYS]}
+    return restored['state'], restored['host'] | arrays, expected
 
   def _set_aside(self, steps: Sequence[int]) -> None:
     """Move damaged checkpoints to `checkpoints_damaged/`; if this is interrupted, the next start completes it.
