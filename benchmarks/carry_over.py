@@ -2,12 +2,13 @@
 
     python -m benchmarks.carry_over [--staleness=0,4] [--batches=12] [--longest=512]
 
-The random Qwen3 of `benchmarks.rollout` draws batches of 8 × 8 completions in 64 slots, each as long as its own maximum, log-normal with sigma 1
-and a mean of an eighth of `--longest`. With `rollout.max_staleness` its slots stay open across steps; every step
-computes the keys and values of unfinished samples again, as after an update. Both sides draw the same samples with one
-thread on one core. The first batches, until the schedule is steady, and the last ones, which drain, are left out. A
-JSON line for every staleness: row-steps per token (rows of the decode loop × steps ÷ tokens drawn), the share of rows
-that draw, tokens per CPU-second, recomputed tokens per token, realised staleness, and both relative to 0.
+The random Qwen3 of `benchmarks.rollout` draws batches of 8 × 8 completions in 64 slots, each as long as its own
+maximum, log-normal with sigma 1 and a mean of an eighth of `--longest`. With `rollout.max_staleness` its slots stay
+open across steps; every step computes the keys and values of unfinished samples again, as after an update. Both sides
+draw the same samples with one thread on one core. The first batches, until the schedule is steady, and the last ones,
+which drain, are left out. A JSON line for every staleness: row-steps per token (rows of the decode loop × steps ÷
+tokens drawn), the share of rows that draw, tokens per CPU-second, recomputed tokens per token, realised staleness, and
+row-steps and speed relative to the first.
 """
 
 from __future__ import annotations

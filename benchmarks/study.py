@@ -5,6 +5,7 @@
   python -m benchmarks.study --study=lora                       # LoRA and what it is compared with
   python -m benchmarks.study --study=cartridge                  # objectives, sizes and beginnings of slots
   python -m benchmarks.study --study=answers                    # whose answers cartridges learn from
+  python -m benchmarks.study --study=staleness                  # samples that carry over, over hours
 
 Every cell is a run of `python -m launch.train`, or of a command that ends in it, through the same code as any other;
 two run at a time, one core each. Writes results.json (every evaluation of every run), table.md and, for most studies,
@@ -30,7 +31,7 @@ from absl import app, flags
 import numpy as np
 from scipy import stats
 
-from benchmarks import ways
+from benchmarks import paused_digits, ways
 from sdpo_jax import extras
 from sdpo_jax.environments import facts
 from sdpo_jax.files import write_output
@@ -38,8 +39,9 @@ from sdpo_jax.files import write_output
 STUDY = flags.DEFINE_enum(
   'study',
   'quickstart',
-  ['quickstart', 'lora', 'cartridge', 'answers'],
-  'What is compared: methods and teachers, LoRA, cartridges, or whose answers cartridges learn from.',
+  ['quickstart', 'lora', 'cartridge', 'answers', 'staleness'],
+  'What is compared: methods and teachers, LoRA, cartridges, whose answers cartridges learn from, or for how many '
+  'updates samples carry over.',
 )
 # A test may load another study beside this one.
 OUTPUT = flags.DEFINE_string('output', None, 'Folder of the results; unset: docs/<study>.', allow_override=True)
@@ -57,6 +59,7 @@ DOCUMENT, OTHER_DOCUMENT = '{document}', '{other_document}'
 CARTRIDGE = f'configs/cartridge_quickstart.py:document={DOCUMENT}'
 # The same for the task of `ways`: a document, its questions and the base model.
 MAP, WAYS, WAYS_MODEL = '{map}', '{ways}', '{ways_model}'
+PAUSED_MODEL = '{paused_model}'  # The base model of `paused_digits`.
 
 Curve = Mapping[int, float]  # Step → value.
 Results = Mapping[str, Mapping[str, Mapping[int, Curve]]]  # Name of a measure → name of an arm → seed.
@@ -126,6 +129,8 @@ def _grid(method: str, config: str, rates: Sequence[float]) -> list[Arm]:
 
 AROUND = (3e-4, 3e-3)  # Neighbours of the learning rate of `SDPO` and `GRPO`, 1e-3.
 ACCURACY = Measure('accuracy', r'eval/[^/]+/mean@\d+', 'held-out accuracy, sampled')
+AGE = Measure('staleness', 'rollout/staleness_mean', 'updates since the first token', share=False)
+OLDEST = Measure('oldest', 'rollout/staleness_max', 'updates since the first token', share=False)
 WORDS = Measure('words', r'eval/[^/]+/acc/mean@\d+', 'words right, sampled')
 GREEDY = dataclasses.replace(ACCURACY, label='questions answered, greedily')
 ON_STUDENT = Measure('kl_on_student', r'eval/[^/]+/kl_on_student', 'KL on student text, nats per token', share=False)
@@ -171,6 +176,21 @@ def _answered(task: str, config: str, settings: Mapping[str, Any]) -> list[Arm]:
       tuning=True,
       program=('benchmarks.repeated_answers', '--answers=1'),
     ),
+  ]
+
+
+def _carried(loss: str, alpha: float) -> list[Arm]:
+  """Return arms of a loss that differ in how many updates samples carry over, with and without importance weights."""
+  given = {'model.path': PAUSED_MODEL, SD + 'alpha': alpha}
+  weights = {'': None, ', weighed': 'token'}
+  return [
+    Arm(
+      f'{loss}, {most}{name}',
+      'benchmarks/paused_digits.py',
+      given | {'rollout.max_staleness': most, 'algorithm.rollout_correction.rollout_is': rollout_is},
+    )
+    for most in (0, 1, 2, 4, 8)
+    for name, rollout_is in list(weights.items())[: 2 if most else 1]
   ]
 
 
@@ -300,6 +320,18 @@ STUDIES = {
     ),
     interval=True,
   ),
+  'staleness': Study(
+    arms=(*_carried('JSD(½)', 0.5), *_carried('forward KL', 0.0), *_carried('reverse KL', 1.0)),
+    panels=(),
+    measures=(ACCURACY, AGE, OLDEST),
+    columns=(
+      Column('right, step 100', ACCURACY, lambda curve: curve.get(100)),
+      Column('right, end', ACCURACY, _end),
+      Column('staleness, mean', AGE, lambda curve: float(np.mean(list(curve.values()))), spread=False),
+      Column('largest', OLDEST, lambda curve: max(curve.values()), spread=False),
+    ),
+    interval=True,
+  ),
 }
 
 
@@ -316,6 +348,7 @@ def document_files(root: pathlib.Path, seed: int) -> dict[str, pathlib.Path]:
     MAP: folder / f'map_{seed}.txt',
     WAYS: folder / f'ways_{seed}.jsonl',
     WAYS_MODEL: root / 'ways_model',
+    PAUSED_MODEL: root / 'paused_model',
   }
 
 
@@ -485,9 +518,10 @@ def main(_: Sequence[str]) -> None:
   cells = [(arm, seed) for seed in range(SEEDS.value) for arm in chosen if not (arm.tuning and seed)]
   start = time.monotonic()
   if not ONLY_PLOT.value:
-    model = root / 'ways_model'
-    if any(WAYS_MODEL in map(str, arm.settings.values()) for arm in chosen) and not model.exists():
-      ways.make_base(model, announce=lambda text: print(text, file=sys.stderr, flush=True))
+    for mark, make in ((WAYS_MODEL, ways.make_base), (PAUSED_MODEL, paused_digits.make_model)):
+      model = document_files(root, 0)[mark]
+      if any(mark in map(str, arm.settings.values()) for arm in chosen) and not model.exists():
+        make(model, announce=lambda text: print(text, file=sys.stderr, flush=True))
     run_all(cells, root, STEPS.value, WORKERS.value)
   results = read(cells, root, study.measures)
   if not any(results.values()):

@@ -152,7 +152,7 @@ def _begin(
   source: pathlib.Path, recipe: DigitRecipe, distillation: SelfDistillationConfig
 ) -> tuple[DecoderPolicy, Tree]:
   """Write a tokenizer and a model's config to `source`, and return the model with random parameters."""
-  vocabulary = small_tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
+  vocabulary = small_tokenizer.train(corpus(recipe, distillation), recipe.vocab_size)
   small_tokenizer.save(vocabulary, source)
   values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(small_tokenizer.END))
   supervised.write_description(source, values)
@@ -225,7 +225,7 @@ def _draw(rng: random.Random) -> tuple[str, list[int]]:
       return instruction, numbers
 
 
-def _corpus(recipe: DigitRecipe, distillation: SelfDistillationConfig) -> Iterator[str]:
+def corpus(recipe: DigitRecipe, distillation: SelfDistillationConfig) -> Iterator[str]:
   """Yield conversations as text with all words for the tokenizer, including a system turn and the grader's."""
   rng = random.Random(recipe.seed)
   yield from ['The answer must be 5 digits and nothing else. The answer was cut off before its end: the answer'] * 100
