@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
@@ -206,6 +207,33 @@ def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
     assert along > 1e-5
     # What is cubic in the width cancels.
     np.testing.assert_allclose((4 * quotient(1) - quotient(2)) / 3, along, rtol=5e-3)
+
+
+@pytest.mark.parametrize('kernels', [False, pytest.param(True, marks=pytest.mark.slow)], ids=['xla', 'splash'])
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=('llama', 'qwen3')))
+def test_packed_rows_have_the_gradient_of_rows_of_one_sample(name, kernels):
+  """Every sample of a row sees all slots and, in the teacher's rows, the whole document, but no other sample."""
+  made, config = case(name, True), losses()
+  state, mesh = made.state.replace(trainable=made.elsewhere()), made.student.backend.mesh
+  config.actor.ppo_micro_batch_size, update = 2, made.update
+  if kernels:
+    on = dataclasses.replace(made.student.backend, kind='splash', interpret=True)
+    student, reader = (dataclasses.replace(policy, backend=on) for policy in (made.student, made.teacher.policy))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, made.state)
+    update = make_update(student, update_spec(config), shardings, dataclasses.replace(made.teacher, policy=reader))
+
+  def gradient(packed):
+    config.actor.pack_sequences = packed
+    sums, rows = update.zero(state.trainable), []
+    for micro in batching.micro_batches(made.samples, np.arange(8), batch_spec(config)):
+      sums, _ = update.accumulate(made.base, state, sums, put_rows(mesh, micro.batch), made.teacher.base)
+      rows += micro.samples
+    assert sorted(sum(rows, [])) == list(range(8)) and (max(map(len, rows)) > 1) == packed
+    return jax.device_get(sums)
+
+  single, packed = gradient(False), gradient(True)
+  apart = optax.tree.norm(jax.tree.map(np.subtract, packed, single)) / optax.tree.norm(single)
+  assert apart <= 1e-6, apart
 
 
 @pytest.mark.parametrize('within', EITHER)

@@ -25,7 +25,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   trained = sum(len(samples.prompts[i]) + lengths[i] for i in live)
   taught = sum(len(samples.teacher_prompts[i]) + lengths[i] for i in live)
   monkeypatch.setattr(accelerators, 'peak_flops', lambda device: 1e6)
-  session = types.SimpleNamespace(flops_per_token=10.0, update_flops_per_token=25.0, teacher_flops_per_token=7.0)
+  session = types.SimpleNamespace(
+    config=config, flops_per_token=10.0, update_flops_per_token=25.0, teacher_flops_per_token=7.0
+  )
   prompts = samples.prompts[:4]
   seconds = {'sample': 2.0, 'grade': 0.5, 'train': 1.5}
   graded = types.SimpleNamespace(
@@ -56,6 +58,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   assert found['little'] == pytest.approx(expected)
   halved = {name: value / 2 if 'fill' in name and 'sample' not in name else value for name, value in expected.items()}
   assert found['much'] == pytest.approx(halved)
+  config.actor.pack_sequences = True
+  two = types.SimpleNamespace(student=step.Filled(9, 14, rows=2, row_room=2, samples=5), teacher=step.Filled())
+  assert step_records.throughput_metrics(session, [graded], two, seconds)['throughput/samples_per_row'] == 2.5
 
 
 def test_a_step_without_a_signal_has_no_fill():
