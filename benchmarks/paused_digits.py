@@ -30,9 +30,10 @@ from sdpo_jax.rollout.buckets import padded
 from sdpo_jax.types import Example, Outcome
 
 NAME, PAUSE = 'paused_digits', 'um '
-MEAN, MOST = 12, 56
+MEAN, MOST = 10, 40
 ROOM = MOST + 8  # Tokens of an answer with its end.
-RECIPE = make_base.DigitRecipe(steps=1500)
+RECIPE = make_base.DigitRecipe(steps=1500, rows=(('plain', 24), ('demonstration', 8), ('feedback', 24)))
+WIDTHS = {'plain': 88, 'demonstration': 208, 'feedback': 152}  # Tokens of a lesson.
 
 
 @registry.register(NAME)
@@ -114,8 +115,7 @@ def rows(
   wanted = [
     [*[0] * (len(prompt) - 1), *own, tokenizer.eos_token_id] for prompt, own in zip(prompts, targets, strict=True)
   ]
-  width = 256 if kind != 'plain' else 96
-  return *padded(whole, width), padded(wanted, width)[0]
+  return *padded(whole, WIDTHS[kind]), padded(wanted, WIDTHS[kind])[0]
 
 
 def _cross_entropy(policy: Any, params: Any, tokens: jax.Array, mask: jax.Array, targets: jax.Array) -> jax.Array:

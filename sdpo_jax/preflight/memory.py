@@ -22,6 +22,7 @@ from sdpo_jax.models.policy import Policy
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
 from sdpo_jax.training import cartridges, feedback_writing, reference_policies, teacher_model
+from sdpo_jax.training.carry_over import most_samples
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
 from sdpo_jax.training.specs import batch_spec, declared_buckets, objective_spec, update_spec
 from sdpo_jax.types import Tree
@@ -73,6 +74,8 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
   trained = parameter_tables.trainable(table)
   weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
   cache = _cache(config, policy, mesh)
+  if config.rollout.max_staleness and config.rollout.carried_cache == 'kept':
+    held['carried keys and values'] = cache
   if feedback_writing.writes_itself(config):  # After the completions, with its own cache.
     cache = max(cache, _cache(feedback_writing.sampler_settings(config), policy, mesh))
   sampling = {'weights to sample with': weights, 'KV cache': cache}
@@ -130,7 +133,7 @@ def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -
 def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   """Return the bytes of the keys and values of all rows that are decoded at once."""
   declared = declared_buckets(config)
-  samples = config.data.train_batch_size * config.rollout.n
+  samples = most_samples(config, 0)
   groups = mesh.shape[FSDP]
   rows = groups * shard_rows(samples, config.rollout.max_batch_rows, groups)
   slots = declared.prompt[-1] + declared.response[-1]
