@@ -69,6 +69,11 @@ VARIANTS = {
     {'data.train_batch_size': 16, 'actor.ppo_mini_batch_size': 16, 'actor.ppo_micro_batch_size': 16},
   ),
   'steps_off_1': ('quickstart', BATCH | {'rollout.steps_off': 1}),
+  'carries': ('quickstart', BATCH | {'rollout.max_staleness': 2, 'rollout.max_batch_rows': 8}),
+  'carries_kept': (
+    'quickstart',
+    BATCH | {'rollout.max_staleness': 3, 'rollout.max_batch_rows': 8, 'rollout.carried_cache': 'kept'},
+  ),
   'steps_off_2': ('quickstart_lora', BATCH | {'rollout.steps_off': 2}),
   'ppo_epochs': ('quickstart', BATCH | {'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 2}),
   'self_feedback': ('quickstart', BATCH | FEEDBACK | {f'{SD}feedback_model': 'self', f'{SD}feedback_max_tokens': 8}),

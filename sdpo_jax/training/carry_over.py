@@ -52,7 +52,7 @@ class OpenSample:
   done: bool = False
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class OpenGroup:
   """The samples of a question that were admitted but not learned from."""
 
@@ -138,14 +138,14 @@ def learned_next(groups: Sequence[OpenGroup], step: int, most: int, count: int) 
     count: groups of a batch.
   """
   complete = sorted((group for group in groups if group.complete), key=lambda group: (group.last, group.number))
-  chosen: list[OpenGroup] = []
-  for later in range(most + 1):  # Batches between this one and the last in time.
-    due = [group for group in groups if group.begun + 1 + most <= step + later]
-    missing = len(due) - later * count - len(chosen) if later < most else count - len(chosen)
-    ready = [group for group in complete if group not in chosen and (group in due or later == most)]
-    if missing > len(ready):
+  chosen: set[OpenGroup] = set()
+  for later in range(most + 1):  # Batches between this one and the last in time; in that, all of them are due.
+    due = {group for group in groups if group.begun + 1 + most <= step + later}
+    missing = len(due) - later * count if later < most else count
+    ready = [group for group in complete if group in due and group not in chosen]
+    chosen |= set(ready[: max(missing - len(chosen), 0)])
+    if missing > len(chosen):
       return None
-    chosen += ready[: max(missing, 0)]
   return sorted(chosen, key=lambda group: group.number)
 
 
