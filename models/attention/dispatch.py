@@ -159,14 +159,13 @@ def _plainly(backend: AttentionBackend) -> Callable[[jax.Array, Prefix], Softmax
 
 
 def _splash(backend, windows, query, key, value, segment_ids, starts, window_index, parents, prefix, sampling, travel):
-  del starts
   options = dict(residuals=RESIDUALS, interpret=backend.interpret)
   if prefix is None:
     branches = [functools.partial(splash.attention, window=window, parents=parents, **options) for window in windows]
     return _choose(branches, window_index, query, key, value, segment_ids)
   if prefix.trained and not sampling:
     branches = [functools.partial(splash.attention_after, window=window, **options) for window in windows]
-    return _choose(branches, window_index, query, key, value, segment_ids, prefix)
+    return _choose(branches, window_index, query, key, value, starts, prefix)
 
   def beside(window, query, key, value, segment_ids, prefix):
     own = splash.attention(query, key, value, segment_ids, window, normaliser=True, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -83,31 +83,35 @@ def attention_after(
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
-  segment_ids: jax.Array,
+  starts: jax.Array,
   prefix: Prefix,
   *,
   window: int,
   residuals: str,
   interpret: bool = False,
 ) -> jax.Array:
-  """Compute causal attention of rows to themselves and to a prefix, with gradients to both.
+  """Compute causal attention of segments to themselves and to a prefix, with gradients to both.
 
-  The kernel reads one array of keys per row, so that the prefix is copied before the keys of each row. A row is one
-  segment.
+  The kernel reads one array of keys per row, so that the prefix is copied before the keys of each row.
 
   Args:
     query: as in `attention`.
     key: [B, S, KV, head_dim].
     value: [B, S, KV, head_dim].
-    segment_ids: [B, S] int32, 1, or 0 for padding.
+    starts: [B, S] int32, the slot in which each token's segment begins.
     prefix: the prefix, of which all filled slots are visible, or only those within the window if it has `first`; then
       all are filled.
     window: number of visible slots; 0: all.
     residuals: as in `attention`.
     interpret: run without a TPU.
+
+  Raises:
+    ValueError: the slots of prefix and row are more than a mask can tell apart.
   """
   rows, length, heads = query.shape[:3]
   slots = prefix.key.shape[-2]
+  if slots + length > 1 << _After.BITS:
+    raise ValueError(f'{slots} slots before rows of {length} tokens exceed {1 << _After.BITS}, the most of a mask.')
   block, key_block = block_size(length), block_size(slots + length)
   room, key_room = -length % block, -(slots + length) % key_block
 
@@ -116,21 +120,30 @@ def attention_after(
     laid = jnp.repeat(shared, rows // len(shared), axis=0)
     return _widened(jnp.concatenate([laid, own], axis=1), key_room)
 
-  query_segments = jnp.pad(segment_ids, ((0, 0), (0, room)))
   filled = jnp.reshape(slots if prefix.filled is None else prefix.filled, (-1, 1))
-  seen = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32)[None] < filled, (rows, slots)).astype(jnp.int32)
-  # No query has segment −1.
-  key_segments = jnp.pad(jnp.concatenate([2 * seen - 1, segment_ids], axis=1), ((0, 0), (0, key_room)))
-  size = (length + room, slots + length + key_room)
-  mask = _After(size, slots, window, prefix.first is not None) if window else masks.CausalMask(size, offset=slots)
-  splash = _splash(mask, heads, (block, key_block), residuals, interpret)
+  seen = jnp.arange(slots + length + key_room, dtype=jnp.int32)[None]
+  seen = jnp.broadcast_to((seen < filled) | (seen >= slots), (rows, seen.shape[1])).astype(jnp.int32)
+  mask = _After((length + room, slots + length + key_room), slots, window, prefix.first is not None)
+  sights = jnp.pad(mask.sight(starts, lax.broadcasted_iota(jnp.int32, starts.shape, 1)), ((0, 0), (0, room)))
+  made = _splash(mask, heads, (block, key_block), residuals, interpret)()
+
+  def run(query, key, value, segments, sight):
+    infos = (info._replace(q_sequence=sight) for info in (made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info))
+    return kernel.SplashAttentionKernel(*infos, **made.kwargs)(query, key, value, segments)
+
   arrays = _widened(query, room), behind(prefix.key, key), behind(prefix.value, value)
-  return _narrowed(_by_row(splash(), *arrays, query_segments, key_segments), query)
+  return _narrowed(_by_row(run, *arrays, jnp.ones_like(sights), seen, sights), query)
 
 
 @dataclasses.dataclass(frozen=True)
 class _After(masks.Mask):
-  """The mask of queries with a window after a prefix: they see all of its slots, or only those in the window."""
+  """The mask of segments after a prefix: queries see all of its slots, or only those in the window.
+
+  The kernel knows of a query one number, its `sight`; where segments begin is known only when it runs. The mask itself
+  is what queries of any segments can see.
+  """
+
+  BITS: ClassVar[int] = 16
 
   size: tuple[int, int]
   slots: int
@@ -141,11 +154,29 @@ class _After(masks.Mask):
   def shape(self) -> tuple[int, int]:
     return self.size
 
+  @property
+  def q_sequence(self) -> np.ndarray:
+    return self.sight(0, np.arange(self.size[0], dtype=np.int32))
+
+  def sight(self, start: Any, slot: Any) -> Any:
+    """Return the number of queries in the slots `slot` of a row, of segments that begin in `start`."""
+    return ((self.slots + start) << self.BITS) | (self.slots + slot)
+
+  def mask_function(self, sight: Any, column: Any) -> Any:
+    """Return whether queries see the keys in `column`; called in the kernel."""
+    first, last = (sight >> self.BITS) & ((1 << self.BITS) - 1), sight & ((1 << self.BITS) - 1)
+    own, before = (column >= first) & (column <= last), column < self.slots
+    if self.window:
+      own &= column > last - self.window
+    if self.window and self.within:
+      before &= column > last - first + self.slots - self.window
+    return own | before
+
   def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
     rows, columns = (np.arange(size)[part] for size, part in zip(self.size, index, strict=True))
     distance = rows[:, None] + self.slots - columns[None]
-    seen = (distance >= 0) & (distance < self.window)
-    return seen if self.within else seen | (columns < self.slots)[None]
+    seen = (distance >= 0) & ((distance < self.window) | (self.window == 0))
+    return seen | (columns < self.slots)[None]
 
 
 def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bool = False) -> SoftmaxPart:
@@ -205,13 +236,13 @@ def _splash(
   )
 
 
-def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
+def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments, *more):
   """Return the kernel's results, mapped over the rows."""
 
-  def of_row(query, key, value, *segments):
-    return run(query, key, value, kernel.SegmentIds(*segments))
+  def of_row(query, key, value, query_segments, key_segments, *more):
+    return run(query, key, value, kernel.SegmentIds(query_segments, key_segments), *more)
 
-  return jax.vmap(of_row)(query, key, value, query_segments, key_segments)
+  return jax.vmap(of_row)(query, key, value, query_segments, key_segments, *more)
 
 
 def _widened(array: jax.Array, room: int) -> jax.Array:

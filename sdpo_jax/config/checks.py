@@ -161,10 +161,6 @@ def _check_cartridge(config: schema.Sections, trains: bool) -> None:
     "teacher_scope='chunk': set it, or join the files.",
   )
   _require(
-    not config.actor.pack_sequences,
-    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, after the slots; set it to false.',
-  )
-  _require(
     config.actor.policy_loss.loss_mode != 'sdpo' or not cartridge.document or sd.teacher_regularization == 'base',
     f'{_DISTILLATION}.teacher_regularization={sd.teacher_regularization!r} with model.cartridge.document: the teacher '
     "is the frozen model that reads the document; set it to 'base'.",

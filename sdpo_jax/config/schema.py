@@ -556,9 +556,10 @@ class ActorConfig:
   )
   pack_sequences: bool = setting(
     False,
-    'Pack short samples into rows, as segments that do not see each other, which leaves little padding. Each '
-    'micro-batch has the smallest lengths of data.*_buckets that hold it. Samples in a row that have the same teacher '
-    'prompt share one copy of it, unless layers of the model have windows.',
+    'Pack short samples into rows, as segments that do not see each other, where that leaves less padding than rows of '
+    'one sample. Each micro-batch has the smallest lengths of data.*_buckets that hold it. Samples in a row that have '
+    'the same teacher prompt share one copy of it, unless layers of the model have windows or slots. On GPUs, packed '
+    "rows use XLA's attention instead of cuDNN's.",
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.', POSITIVE)
   logits_chunk_size: int = setting(512, 'Tokens per device whose logits exist at one time; bounds memory.', TOKENS)

@@ -309,13 +309,18 @@ def _split(
 
 
 def _packed(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, size: int, share: bool) -> list[list[int]]:
-  """Return, for every packed row, the indices into `samples` of the samples that it holds."""
-  sizes, prompts, shared = _sizes(batch, samples), None, None
+  """Return, for every row, the indices into `samples` of the samples that it holds.
+
+  Of several arrangements, rows of one sample among them, it is the one whose micro-batches compute the fewest tokens.
+  """
+  sizes, count = _sizes(batch, samples), len(samples)
+  keys, shared = np.arange(count), np.zeros_like(sizes)
   if share and batch.teacher_prompts is not None:
-    prompts, shared = _teacher_prompts(batch, samples)
+    keys, shared = _teacher_prompts(batch, samples)
   _check_prompts(spec, batch)
   declared = _declared(batch, spec)
   rooms = [(prompt + width, reprompt + width, width) for prompt, reprompt, width in declared]
+  alike = _alike(batch, samples)
 
   @functools.cache
   def taken(row: tuple[int, ...]) -> tuple[int, int, int]:
@@ -330,19 +335,46 @@ def _packed(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, size: 
     micros = [rows[start : start + size] for start in range(0, len(rows), size)]
     return sum(_cost(_holding(declared, *map(max, zip(*map(taken, micro), strict=True)))) for micro in micros)
 
-  def arrangements(smaller: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, ...]]]:
-    rows = [tuple(row) for row in packing.pack(sizes, rooms[-1], size, prompts, shared, smaller)]
+  def long_first(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    # Put long teacher rows together, so that the others fit into a smaller bucket.
+    return sorted(rows, key=lambda row: taken(row)[1], reverse=True)
 
-    def long_first(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-      # Put long teacher rows together, so that the others fit into a smaller bucket.
-      return sorted(rows, key=lambda row: taken(row)[1], reverse=True)
+  def dealt(
+    chosen: np.ndarray, room: tuple[int, int, int], smaller: Sequence[tuple[int, int, int]]
+  ) -> list[tuple[int, ...]]:
+    """Return rows that have this room and hold the `chosen` [M] bool; see `packing.pack` for `smaller`."""
+    parts = [part[chosen[part]] for part in alike]
+    multiple = size if len(parts) == 1 else 1
+    return [
+      tuple(part[row].tolist())
+      for part in parts
+      for row in packing.pack(sizes[part], room, multiple, keys[part], shared[part], smaller)
+    ]
 
-    last = max(len(rows) - 1, 0) // size * size
-    yield long_first(rows)
-    yield long_first(rows[:last]) + rows[last:]
+  def arrangements() -> Iterator[list[tuple[int, ...]]]:
+    yield long_first([(place,) for place in range(count)])
+    for smaller in ((), rooms[:-1]):
+      rows = dealt(np.ones(count, bool), rooms[-1], smaller)
+      last = max(len(rows) - 1, 0) // size * size
+      yield long_first(rows)
+      yield long_first(rows[:last]) + rows[last:]
+    tried = set()
+    for number, room in enumerate(rooms[:-1]):
+      # The samples that fit into short rows share these, apart from the others.
+      fits = (sizes <= room).all(1)
+      if fits.any() and fits.tobytes() not in tried:
+        tried.add(fits.tobytes())
+        yield long_first(dealt(~fits, rooms[-1], rooms[:-1])) + long_first(dealt(fits, room, rooms[:number]))
 
-  found = [*arrangements(()), *arrangements(rooms[:-1])]
-  return [list(row) for row in min(found, key=cost)]
+  return [list(row) for row in min(arrangements(), key=cost)]
+
+
+def _alike(batch: GenerationBatch, samples: np.ndarray) -> list[np.ndarray]:
+  """Return the indices into `samples` of those that may share a row: they read the same members of every bank."""
+  read = [np.zeros((len(samples), 1), np.int32)]
+  read += [held[samples].reshape(len(samples), -1) for held in (batch.members, batch.mixtures) if held is not None]
+  _, kinds = np.unique(np.concatenate(read, axis=1), axis=0, return_inverse=True)
+  return [np.flatnonzero(kinds.reshape(-1) == kind) for kind in range(kinds.max(initial=-1) + 1)]
 
 
 def _declared(batch: GenerationBatch, spec: BatchSpec) -> list[tuple[int, int, int]]:
@@ -480,7 +512,7 @@ def _micro_batch(
     return None if values is None else fit(values, dtype=np.dtype(np.float32))
 
   def of_rows(values: np.ndarray | None) -> np.ndarray | None:
-    """Return the values [size, …] of the one sample of each row, which is not packed."""
+    """Return the values [size, …] of each row's samples, which have the same."""
     if values is None:
       return None
     return np.stack([values[row[0]] if row else np.full_like(values[0], NO_MEMBER) for row in ids])

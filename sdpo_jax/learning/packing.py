@@ -141,7 +141,8 @@ def _deal(
   used = np.zeros((len(rows), rooms.shape[1]), np.int64)
   holding: dict[int, set[int]] = collections.defaultdict(set)  # Key → rows with an item of it.
   for item in order:
-    held = np.isin(np.arange(len(rows)), list(holding[int(keys[item])]))
+    held = np.zeros(len(rows), bool)
+    held[list(holding[int(keys[item])])] = True
     taken = sizes[item] - held[:, None] * shared[item]
     fits = np.flatnonzero((used + taken <= rooms).all(1))
     fits = fits[held[fits]] if held[fits].any() else fits

@@ -19,7 +19,6 @@ import optax
 from sdpo_jax.distributed.mesh import TENSOR, abstract, compiler_options, replicated
 from sdpo_jax.learning.optimizer import OptimizerSpec, learning_rate, make_optimizer, take_step
 from sdpo_jax.models import parameters as parameter_tables
-from sdpo_jax.models.adapters.slot_names import is_slots
 from sdpo_jax.models.forward import forward
 from sdpo_jax.models.parameters import Table
 from sdpo_jax.models.policy import Policy
@@ -43,7 +42,6 @@ class UpdateSpec:
   optimizer: OptimizerSpec | None = None  # None: the gradients are applied by someone else.
   teacher: TeacherSpec = TeacherSpec('live', 0.0, None)
   teachers_support: bool = False  # Whether divergences are over the teacher's top K, not the student's.
-  packs: bool = False  # Whether a row may hold several samples.
   seed: int = dataclasses.field(default=0, compare=False)  # Seed of the run's random key; only `init_state` reads it.
 
 
@@ -277,9 +275,8 @@ def make_update(
       of its own is an argument of `UpdateFunctions.accumulate`.
 
   Raises:
-    ValueError: the teacher's vocabulary is smaller than the student's, or rows with trained slots are packed.
-      If the teacher's vocabulary is larger, as in families whose models pad vocabularies differently, its additional
-      tokens are left out of its distribution.
+    ValueError: the teacher's vocabulary is smaller than the student's. If it is larger, as in families whose models pad
+      vocabularies differently, its additional tokens are left out of its distribution.
   """
   teacher = Teacher(policy) if teacher is None else dataclasses.replace(teacher, base=None)
   if teacher.policy.vocab_size < policy.vocab_size:
@@ -287,9 +284,6 @@ def make_update(
       f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must '
       'have a probability for each of them.'
     )
-  if spec.packs and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
-    # The attention kernels show the slots to the first segment of a row only.
-    raise ValueError('Rows with trained slots must hold one sample: packed rows hold several.')
   leaves, structure = jax.tree.flatten(shardings)
   return _make_update(policy, teacher, spec, tuple(leaves), structure)
 

@@ -115,7 +115,6 @@ def update_spec(config: Config) -> UpdateSpec:
     optimizer=optimizer_spec(config.optimizer, config.trainer.total_training_steps),
     teacher=teacher_spec(config),
     teachers_support=config.actor.self_distillation.distillation_topk_of == 'teacher',
-    packs=config.actor.pack_sequences,
     seed=config.seed,
   )
 

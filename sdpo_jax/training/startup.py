@@ -90,7 +90,7 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
     *_cartridge(session),
     *_schedule(config),
     f'  training   {rows}, {batch}',
-    *_unshared(config, session.policy),
+    *_packing(config, session.policy),
     f'  evaluation {held}',
   ]
 
@@ -136,12 +136,15 @@ def _schedule(config: Config) -> list[str]:
   return lines
 
 
-def _unshared(config: Config, policy: Policy) -> list[str]:
-  """Return the line that says why packed samples do not share a teacher prompt, if they do not."""
-  if not config.actor.pack_sequences or policy.shares_prefixes:
+def _packing(config: Config, policy: Policy) -> list[str]:
+  """Return the line about packed samples, and why they do not share a teacher prompt, if they do not."""
+  if not config.actor.pack_sequences:
     return []
-  reason = 'windows' if policy.config.windows else 'attention that knows no shared prompts'
-  return [f'  packing    each sample has its own copy of the teacher prompt: layers of the model have {reason}']
+  said = 'samples share a row, and a teacher prompt,'
+  if not policy.shares_prefixes:
+    reason = 'windows' if policy.config.windows else 'slots before it'
+    said = f'each sample has its own copy of the teacher prompt, as layers have {reason}; samples share a row'
+  return [f'  packing    {said} where that leaves less padding']
 
 
 def compile_programs(

@@ -374,6 +374,7 @@ class Filled:
   token_room: int = 0  # With padding, i.e. of the compiled shapes.
   rows: int = 0  # Rows that hold a sample.
   row_room: int = 0  # All rows.
+  samples: int = 0
 
   def add(self, micro: batching.MicroBatch, side: TokenRows) -> None:
     """Count a micro-batch's rows on one side, student or teacher."""
@@ -381,6 +382,7 @@ class Filled:
     self.token_room += side.tokens.size
     self.rows += sum(map(bool, micro.samples))
     self.row_room += len(micro.samples)
+    self.samples += sum(map(len, micro.samples))
 
 
 @dataclasses.dataclass

@@ -187,7 +187,8 @@ def throughput_metrics(
   decode, the student's forward and backward pass, and the teacher's forward pass. It leaves out attention scores,
   recomputation, scoring outside of the update, and the second forward pass of a trust region. `throughput/fill_*` are
   the fractions of the compiled shapes that held data: of the sampler's slots × decode steps, of the tokens of student
-  and teacher rows, and of the student's rows.
+  and teacher rows, and of the student's rows. Where samples may be packed, `throughput/samples_per_row` is how many a
+  row held that was not padding.
 
   Args:
     session: session of the run.
@@ -211,6 +212,8 @@ def throughput_metrics(
   if report.student.rows:
     metrics['throughput/fill_train'] = report.student.tokens / report.student.token_room
     metrics['throughput/fill_train_rows'] = report.student.rows / report.student.row_room
+    if session.config.actor.pack_sequences:
+      metrics['throughput/samples_per_row'] = report.student.samples / report.student.rows
   if report.teacher.rows:
     metrics['throughput/fill_teacher'] = report.teacher.tokens / report.teacher.token_room
   peak = accelerators.peak_flops(jax.devices()[0])

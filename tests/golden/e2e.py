@@ -113,7 +113,7 @@ def _programs(policy: ToyPolicy, spec: update.UpdateSpec):
   def compiled(function, *settings):
     return _COMPILED.setdefault((function.func, *settings), jax.jit(function, compiler_options=quick()))
 
-  objective = spec.terms, spec.objective, spec.teacher, spec.teachers_support, spec.packs
+  objective = spec.terms, spec.objective, spec.teacher, spec.teachers_support
   return (
     compiled(functools.partial(update.accumulate, policy, spec, None), policy, *objective),
     compiled(functools.partial(update.apply_gradients, spec), spec.optimizer),

@@ -208,6 +208,31 @@ def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
     np.testing.assert_allclose((4 * quotient(1) - quotient(2)) / 3, along, rtol=5e-3)
 
 
+@pytest.mark.parametrize('kernels', [False, pytest.param(True, marks=pytest.mark.slow)], ids=['xla', 'splash'])
+@pytest.mark.parametrize('within', EITHER)
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
+def test_packed_rows_have_the_gradient_of_rows_of_one_sample(name, within, kernels):
+  """Every sample of a row sees all slots and, in the teacher's rows, the whole document, but no other sample."""
+  made = case(name, within)
+  slots, config = made.elsewhere(), losses()
+  expected = jax.device_get(made.accumulated(slots)[0])
+  config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 2, True
+  update, state = made.update, made.state.replace(trainable=slots)
+  if kernels:
+    on = dataclasses.replace(made.student.backend, kind='splash', interpret=True)
+    student, reader = (dataclasses.replace(policy, backend=on) for policy in (made.student, made.teacher.policy))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, made.state)
+    update = make_update(student, update_spec(config), shardings, dataclasses.replace(made.teacher, policy=reader))
+  gradient, rows = update.zero(slots), []
+  for micro in batching.micro_batches(made.samples, np.arange(8), batch_spec(config)):
+    batch = put_rows(made.student.backend.mesh, micro.batch)
+    gradient, _ = update.accumulate(made.base, state, gradient, batch, made.teacher.base)
+    rows += micro.samples
+  assert max(map(len, rows)) > 1 and sorted(sum(rows, [])) == list(range(8))
+  for ours, theirs in zip(jax.tree.leaves(jax.device_get(gradient)), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * abs(theirs).max())
+
+
 @pytest.mark.parametrize('within', EITHER)
 @pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
 def test_a_step_moves_the_trained_slots_only_and_as_adam_does_without_decay(name, within):

@@ -69,16 +69,18 @@ def graded_batch(session, state, examples):
 
 
 @pytest.mark.parametrize(
-  ('mesh', 'divided'),
+  ('mesh', 'divided', 'packed'),
   [
-    (MeshConfig(1, 1), None),
-    *(pytest.param(MeshConfig(4, 2), divided, marks=pytest.mark.slow) for divided in (None, True)),
+    (MeshConfig(1, 1), None, True),
+    *(pytest.param(MeshConfig(4, 2), divided, False, marks=pytest.mark.slow) for divided in (None, True)),
   ],
 )
-def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh, divided):
+def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh, divided, packed):
   """The divergence is that from what transformers says behind the chunk; three places serve any number of chunks."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[: mesh.fsdp * mesh.tensor])
+  rows = {'pack_sequences': True, 'ppo_micro_batch_size': 1} if packed else {}
   config = changed(config, mesh, divide_document=divided)
+  config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, **rows))
   session, state = opened(config, tmp_path)
   bank = session.teacher.policy.adapter
   assert (bank.member_slots, bank.members, bank.parts) == (64, 4, 4 if divided else None)
@@ -86,6 +88,8 @@ def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh,
   assert session.teacher_flops_per_token == session.flops_per_token == session.update_flops_per_token / 2 == 2 * alone
   examples = training_questions(config, session.tokenizer).questions
   graded, batch = graded_batch(session, state, examples)
+  if packed:
+    batch.rollouts.completion_mask[:, 2:] = False  # So that a row has room for two samples.
   reference = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64)
   rollouts, first = graded.rollouts, documents.read_document(config, session.tokenizer)[:12]
   lengths, expected = rollouts.completion_mask.sum(1).tolist(), []
@@ -98,6 +102,8 @@ def test_each_prompt_is_taught_by_its_chunk(config, tmp_path, monkeypatch, mesh,
     [student] = log_probs(config, [[*first, *row]], [length])
     expected.append(np.sum(np.exp(teacher) * (teacher - student), axis=-1))
   _, report = step.run_update(session, state, batch)
+  # Questions about different chunks share no row.
+  assert report.student.rows == (6 if packed else 8)
   for sample, length in enumerate(lengths):
     found = report.token_values['divergence'][sample, :length]
     np.testing.assert_allclose(found, expected[sample], rtol=1e-4, atol=2e-6)

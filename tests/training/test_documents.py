@@ -246,7 +246,6 @@ def test_texts_whose_end_joins_what_follows_are_refused(config, folder, tmp_path
     ),
     (lambda c: setattr(c.model.cartridge, 'path', 'dir'), "tokens=16 has no effect with .*path='dir', .* at None"),
     (lambda c: setattr(c.model.cartridge, 'tokens', None), 'document=.* has no effect without a cartridge'),
-    (lambda c: setattr(c.actor, 'pack_sequences', True), 'pack_sequences=true with model.cartridge'),
     (lambda c: setattr(c.actor.self_distillation, 'teacher_regularization', 'ema'), "'ema' .*set it to 'base'"),
   ],
 )

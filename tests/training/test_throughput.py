@@ -25,7 +25,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   trained = sum(len(samples.prompts[i]) + lengths[i] for i in live)
   taught = sum(len(samples.teacher_prompts[i]) + lengths[i] for i in live)
   monkeypatch.setattr(accelerators, 'peak_flops', lambda device: 1e6)
-  session = types.SimpleNamespace(flops_per_token=10.0, update_flops_per_token=25.0, teacher_flops_per_token=7.0)
+  session = types.SimpleNamespace(
+    config=config, flops_per_token=10.0, update_flops_per_token=25.0, teacher_flops_per_token=7.0
+  )
   prompts = samples.prompts[:4]
   seconds = {'sample': 2.0, 'grade': 0.5, 'train': 1.5}
   graded = types.SimpleNamespace(

@@ -9,16 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
-from sdpo_jax.learning.update import make_update
 from sdpo_jax.models import flops, parameters
 from sdpo_jax.models.adapters import kv_prefix
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.rollout.sampler import Sampler
-from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.specs import update_spec
 from tests import tiers
 from tests.models.adapters.prefixed_models import DOCUMENT, after_document, logits, model, rows, with_prefix
 from tests.models.family_models import MODELS, MORE, TOKENIZER, VOCABULARY
@@ -206,17 +203,3 @@ def test_a_prefix_is_counted_as_keys_and_not_as_matrices():
 def test_impossible_prefixes_are_refused(slots, frozen):
   with pytest.raises(ValueError, match=f'{slots} slots cannot have {frozen} frozen'):
     KVPrefix(slots, frozen)
-
-
-def test_rows_are_not_packed_behind_trained_slots():
-  """Kernels show trained slots to the first segment of a row only; frozen slots of a teacher are visible to all."""
-  policy, _ = model('qwen3')
-  config = Config()
-  config.actor.pack_sequences = True
-  with pytest.raises(ValueError, match='Rows with trained slots must hold one sample'):
-    make_update(dataclasses.replace(policy, adapter=KVPrefix(4, 1)), update_spec(config))
-  make_update(
-    policy,
-    update_spec(config),
-    teacher=Teacher(dataclasses.replace(policy, adapter=KVPrefix(4, 4)), beside_student=True),
-  )

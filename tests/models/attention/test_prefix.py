@@ -76,7 +76,7 @@ QUICK = {('one tile', (6, True)), ('splash', (0, False)), ('splash', (6, True)),
   ],
 )
 def test_every_lowering_is_the_plain_formula_with_gradients(name, window, within):
-  segments = SINGLE if name == 'splash' else PACKED
+  segments = PACKED
   real = (segments > 0)[:, :, None, None]
   arrays = *tensors(*segments.shape), *shared()
   weights = np.random.default_rng(9).standard_normal(arrays[0].shape).astype(np.float32) * real
