@@ -55,19 +55,22 @@ class Point:
   only: Sequence[str] = ()  # Labels of the programs to plan, at their largest bucket; empty: all that a run would use.
 
 
+# Rows of one sample each, as all points but the main one were planned.
+ROWS = {'actor.pack_sequences': False}
+MAIN_ROWS = f'{MAIN} (one sample per row)'
 POINTS = (
   Point(MAIN, MAIN),
-  Point('v5e:4x4', 'v5e:4x4'),
-  Point('v5e:16x16', 'v5e:16x16'),
-  Point('v5e:8x8 (long completions)', MAIN, settings={'plan.mean_completion': 4096.0}),
-  Point('v5e:8x8 (packed rows)', MAIN, settings={'actor.pack_sequences': True}),
-  Point('v5e:8x8 (LiveCodeBench)', MAIN, config='qwen3_8b_livecodebench'),
+  Point(MAIN_ROWS, MAIN, settings=ROWS),
+  Point('v5e:4x4', 'v5e:4x4', settings=ROWS),
+  Point('v5e:16x16', 'v5e:16x16', settings=ROWS),
+  Point('v5e:8x8 (long completions)', MAIN, settings={**ROWS, 'plan.mean_completion': 4096.0}),
+  Point('v5e:8x8 (LiveCodeBench)', MAIN, config='qwen3_8b_livecodebench', settings=ROWS),
 )
 # The same recipe with a model of every other family.
 MODEL_POINTS = (
-  Point('Olmo-3-7B', MAIN, config='paper', arguments={'model': 'olmo3_7b'}),
+  Point('Olmo-3-7B', MAIN, config='paper', settings=ROWS, arguments={'model': 'olmo3_7b'}),
   *(
-    Point(name, slice_, config='models', arguments={'model': model})
+    Point(name, slice_, config='models', settings=ROWS, arguments={'model': model})
     for name, slice_, model in (
       ('Llama-3.1-8B', MAIN, 'llama3_1_8b'),
       ('Qwen2.5-7B', MAIN, 'qwen2_5_7b'),
@@ -86,6 +89,7 @@ LORA_MODELS = tuple(
     f'{name} with LoRA',
     slice_,
     config='lora',
+    settings=ROWS,
     arguments={'model': model},
     only=_UPDATE + _SAMPLER + (_SMALL if model == 'qwen3_8b' else ()),
   )
@@ -106,13 +110,15 @@ LORA_SLOTS = tuple(
     f'Qwen3-8B with LoRA, {slots} slots',
     LORA,
     config='lora',
-    settings={'rollout.max_batch_rows': slots},
+    settings={**ROWS, 'rollout.max_batch_rows': slots},
     arguments={'model': 'qwen3_8b'},
     only=_SAMPLER,
   )
   for slots in (8, 16, 32, 64)
 )
-LORA_MAIN = Point(f'Qwen3-8B with LoRA on {MAIN}', MAIN, config='lora', arguments={'model': 'qwen3_8b'}, only=_UPDATE)
+LORA_MAIN = Point(
+  f'Qwen3-8B with LoRA on {MAIN}', MAIN, config='lora', settings=ROWS, arguments={'model': 'qwen3_8b'}, only=_UPDATE
+)
 LORA_POINTS = (*LORA_MODELS, *LORA_SLOTS, LORA_MAIN)
 EVERY = (*POINTS, *MODEL_POINTS, *LORA_POINTS)
 
@@ -269,10 +275,10 @@ def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
     ]
     head = ['completions at once', 'decode GiB', 'of it cache', 'temporaries', 'ms per token', 'tokens/s']
     parts += [f'Qwen3-8B with LoRA on {LORA}, by `rollout.max_batch_rows`:', markdown(head, rows)]
-  if MAIN in results and LORA_MAIN.name in results:
+  if MAIN_ROWS in results and LORA_MAIN.name in results:
     rows = [
       [what, *_gib(results[name], 'update'), *_update(results[name])]
-      for what, name in (('all parameters', MAIN), ('LoRA', LORA_MAIN.name))
+      for what, name in (('all parameters', MAIN_ROWS), ('LoRA', LORA_MAIN.name))
     ]
     head = ['trained', 'update GiB', 's', 'µs per token', 'TFLOP per chip', 'sent GB']
     told = f'The largest update of Qwen3-8B on {MAIN}, one sequence per chip, student and teacher tokens together:'

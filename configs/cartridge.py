@@ -69,8 +69,8 @@ def get_config(
   config.data.train_files, config.data.environment = (prompts,), 'none'
   config.data.val_files = (questions,) if questions else ()
   config.data.train_batch_size = 64
-  config.data.max_prompt_length, config.data.prompt_buckets = 1024, (512, 1024)
-  config.data.max_response_length, config.data.response_buckets = 512, (512,)
+  config.data.max_prompt_length, config.data.prompt_buckets = 1024, (256, 1024)
+  config.data.max_response_length, config.data.response_buckets = 512, (256, 512)
   config.data.filter_overlong_prompts = True
   config.rollout.n = 1
   config.rollout.max_batch_rows = 64
@@ -79,6 +79,7 @@ def get_config(
   config.val_kwargs.top_p = 1.0
   config.actor.ppo_mini_batch_size = 64
   config.actor.ppo_micro_batch_size = 8
+  config.actor.pack_sequences = True
   sd = config.actor.self_distillation
   sd.teacher_context, sd.teacher_regularization = 'prompt', 'base'
   sd.alpha, sd.distillation_topk = 0.0, None
@@ -89,5 +90,6 @@ def get_config(
   config.trainer.total_training_steps = 1024  # 65,536 prompts, each used once.
   config.trainer.test_freq = 128 if questions else 0
   config.trainer.save_freq = 128
+  config.plan.mean_prompt = 100.0
   config.mesh.fsdp, config.mesh.tensor = -1, TENSOR[model]
   return reset_unread(config)

@@ -202,6 +202,7 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   config.val_kwargs.temperature = 0.6
   config.val_kwargs.top_p = 0.95
   config.actor.loss_agg_mode = 'token-mean'
+  config.actor.pack_sequences = True
   config.algorithm.rollout_correction.rollout_is = 'token'
   config.algorithm.rollout_correction.rollout_is_threshold = 2.0
   config.optimizer.betas = (0.9, 0.999)

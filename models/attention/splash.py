@@ -120,19 +120,22 @@ def attention_after(
     laid = jnp.repeat(shared, rows // len(shared), axis=0)
     return _widened(jnp.concatenate([laid, own], axis=1), key_room)
 
-  filled = jnp.reshape(slots if prefix.filled is None else prefix.filled, (-1, 1))
-  seen = jnp.arange(slots + length + key_room, dtype=jnp.int32)[None]
-  seen = jnp.broadcast_to((seen < filled) | (seen >= slots), (rows, seen.shape[1])).astype(jnp.int32)
+  seen = None
+  if prefix.filled is not None:
+    place = jnp.arange(slots + length + key_room, dtype=jnp.int32)[None]
+    seen = (place < jnp.reshape(prefix.filled, (-1, 1))) | (place >= slots)
+    seen = jnp.broadcast_to(seen, (rows, place.shape[1])).astype(jnp.int32)
   mask = _After((length + room, slots + length + key_room), slots, window, prefix.first is not None)
   sights = jnp.pad(mask.sight(starts, lax.broadcasted_iota(jnp.int32, starts.shape, 1)), ((0, 0), (0, room)))
   made = _splash(mask, heads, (block, key_block), residuals, interpret)()
 
-  def run(query, key, value, segments, sight):
+  def of_row(query, key, value, sight, seen):
     infos = (info._replace(q_sequence=sight) for info in (made.fwd_mask_info, made.dq_mask_info, made.dkv_mask_info))
+    segments = None if seen is None else kernel.SegmentIds(jnp.ones_like(sight), seen)
     return kernel.SplashAttentionKernel(*infos, **made.kwargs)(query, key, value, segments)
 
   arrays = _widened(query, room), behind(prefix.key, key), behind(prefix.value, value)
-  return _narrowed(_by_row(run, *arrays, jnp.ones_like(sights), seen, sights), query)
+  return _narrowed(jax.vmap(of_row)(*arrays, sights, seen), query)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,13 +239,13 @@ def _splash(
   )
 
 
-def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments, *more):
+def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
   """Return the kernel's results, mapped over the rows."""
 
-  def of_row(query, key, value, query_segments, key_segments, *more):
-    return run(query, key, value, kernel.SegmentIds(query_segments, key_segments), *more)
+  def of_row(query, key, value, *segments):
+    return run(query, key, value, kernel.SegmentIds(*segments))
 
-  return jax.vmap(of_row)(query, key, value, query_segments, key_segments, *more)
+  return jax.vmap(of_row)(query, key, value, query_segments, key_segments)
 
 
 def _widened(array: jax.Array, room: int) -> jax.Array:

@@ -372,7 +372,7 @@ def _packed(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, size: 
 def _alike(batch: GenerationBatch, samples: np.ndarray) -> list[np.ndarray]:
   """Return the indices into `samples` of those that may share a row: they read the same members of every bank."""
   read = [np.zeros((len(samples), 1), np.int32)]
-  read += [held[samples].reshape(len(samples), -1) for held in (batch.members, batch.mixtures) if held is not None]
+  read += [held.reshape(len(held), -1)[samples] for held in (batch.members, batch.mixtures) if held is not None]
   _, kinds = np.unique(np.concatenate(read, axis=1), axis=0, return_inverse=True)
   return [np.flatnonzero(kinds.reshape(-1) == kind) for kind in range(kinds.max(initial=-1) + 1)]
 

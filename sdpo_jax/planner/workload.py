@@ -145,6 +145,7 @@ def _names(kind: str, registered: dict[Shape, str], shapes: Iterable[Shape]) -> 
 def _batch(config: Config, samples: SampleLengths) -> batching.GenerationBatch:
   """Return a generation batch with samples of these lengths; the values are arbitrary."""
   spec, count, width = objective_spec(config), len(samples), config.data.max_response_length
+  cartridge, group = config.model.cartridge, np.arange(len(samples), dtype=np.int32) // config.rollout.n
   mask = np.arange(width)[None] < samples.completion[:, None]
   zeros = np.zeros((count, width), np.float32)
   signal = np.where(samples.trained[:, None], np.float32(1), np.float32(0)) * np.ones_like(zeros)
@@ -153,9 +154,7 @@ def _batch(config: Config, samples: SampleLengths) -> batching.GenerationBatch:
     # Prompts of different samples differ in their first token.
     return [[index, *[0] * (int(length) - 1)] for index, length in enumerate(lengths)]
 
-  rollouts = Rollouts.of_completions(
-    np.arange(count, dtype=np.int32) // config.rollout.n, np.zeros((count, width), np.int32), mask
-  )
+  rollouts = Rollouts.of_completions(group, np.zeros((count, width), np.int32), mask)
   return batching.GenerationBatch(
     prompts=prompts(samples.prompt),
     teacher_prompts=prompts(samples.reprompt) if spec.reads_teacher else None,
@@ -165,4 +164,6 @@ def _batch(config: Config, samples: SampleLengths) -> batching.GenerationBatch:
     old_log_probs=zeros if spec.needs_old_log_probs else None,
     sampling_log_probs=zeros if spec.weighs_in_update else None,
     references=dict.fromkeys(spec.references, zeros),
+    # As if no two questions were about the same chunk, or had the same distractors.
+    members=group if cartridge.teacher_scope == 'chunk' or cartridge.distractors else None,
   )

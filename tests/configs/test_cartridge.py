@@ -6,6 +6,8 @@ from sdpo_jax.configs import cartridge, models
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import huggingface, parameters, published
 from sdpo_jax.models.adapters.slot_names import is_slots
+from sdpo_jax.planner import plan as planning
+from sdpo_jax.planner import topology, workload
 
 
 @pytest.mark.parametrize('model', cartridge.TENSOR)
@@ -39,6 +41,16 @@ def test_the_settings_are_those_that_were_published():
   assert (config.actor.self_distillation.alpha, config.actor.self_distillation.distillation_topk) == (0.0, None)
   assert config.data.apply_chat_template_kwargs == models.get_config('llama3_2_3b').data.apply_chat_template_kwargs
   assert cartridge.get_config('qwen3_4b').data.enable_thinking is False
+
+
+def test_the_declared_lengths_fit_what_is_asked_and_answered():
+  """64 samples of 100 + 256 tokens on average, on eight devices."""
+  config = cartridge.get_config().validate()
+  policy = huggingface.describe(published.config_json(config.model.path), config.model)
+  assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'], document=98304)
+  assert (assumptions.mean_prompt, assumptions.mean_completion) == (100, 256)
+  work = workload.of_batch(config, policy, planning.drawn_samples(config, assumptions), 8, share=False)
+  assert work.rows <= 40 and work.live_rows == work.rows and work.live_tokens > 0.75 * work.tokens
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,36 @@ def test_packed_micro_batches_have_the_cheapest_declared_lengths_that_hold_them(
   np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize('seed', range(5))
+@pytest.mark.parametrize('size', [1, 3, 8])
+def test_packing_never_computes_more_tokens_than_rows_of_one_sample(size, seed):
+  def computed(packed):
+    config = make_config(ppo_micro_batch_size=size, pack_sequences=packed)
+    config.data.prompt_buckets, config.data.response_buckets = (4, 8), (3, 6)
+    config.data.reprompt_buckets = (6, 16)
+    samples = dataclasses.replace(make_samples(config.validate(), seed), distill_mask=per_token(np.ones(8)))
+    micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
+    assert sorted(held(micros)) == list(range(8))
+    return sum(3 * micro.batch.student.tokens.size + micro.batch.teacher.tokens.size for micro in micros)
+
+  assert computed(True) <= computed(False)
+
+
+def test_samples_that_read_different_members_share_no_row():
+  config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
+  samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.ones(8)))
+  samples.prompts, samples.teacher_prompts = [[7]] * 8, [[8]] * 8
+  samples.rollouts.completion_mask[:, 1:] = False
+  samples.members = np.array([0, 0, 1, 1, 1, 1, -1, -1], np.int32)
+  samples.mixtures = np.array([[0, 1]] * 4 + [[1, 0]] * 4, np.int32)
+  micros = list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
+  assert sorted(map(sorted, (micro.samples[0] for micro in micros))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+  for micro in micros:
+    first = micro.samples[0][0]
+    np.testing.assert_array_equal(micro.batch.teacher.members, samples.members[[first]])
+    np.testing.assert_array_equal(micro.batch.student.members, samples.mixtures[[first]])
+
+
 def test_completions_of_one_prompt_share_it():
   parts = [([1, 2, 3], [7, 8]), ([4], [9]), (None, [5]), ([1, 2, 3], [6, 5, 4]), ([1, 2, 3], [])]
   rows = packing.packed_rows([parts, [([1, 2], [3])]], length=12, width=8, share=True)
@@ -259,9 +289,11 @@ def test_one_taught_sample_of_eight_has_the_weight_of_its_group(group_size, weig
   assert coef.sum(1).tolist() == [0, 0, 0, 0, 0, pytest.approx(weight, rel=1e-6), 0, 0]
 
 
-def test_no_signal_no_micro_batches():
-  config = make_config()
+@pytest.mark.parametrize('packed', [False, True])
+def test_no_signal_no_micro_batches(packed):
+  config = make_config(pack_sequences=packed)
   samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.zeros(8)))
+  samples.members, samples.mixtures = np.arange(8, dtype=np.int32), np.zeros((8, 2), np.int32)
   assert not list(batching.micro_batches(samples, np.arange(8), batch_spec(config)))
 
 

@@ -344,9 +344,12 @@ def lengths_of(config):
   return planning.drawn_samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']))
 
 
-@pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 2), (2048.0, 1)])
+@pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 4), (2048.0, 1)])
 def test_micro_batches_are_those_of_the_runs_own_batching(mean, micro):
-  """256 samples of one length: packed, the completion fills its share of 8192 places before prompts fill theirs."""
+  """256 samples of one length: packed, the completion fills its share of 8192 places before prompts fill theirs.
+
+  Of 4096 tokens, two in a row of 8192 are 1 % more than one in each of twice as many rows of 4096.
+  """
   config = qwen3_8b_chemistry.get_config()
   config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 64, True
   config.plan.mean_completion = config.plan.longest_completion = mean
@@ -361,7 +364,7 @@ def test_micro_batches_are_those_of_the_runs_own_batching(mean, micro):
   tokens = 256 * (240 + 495.8 + 2 * mean)
   assert packed.live_tokens == padded.live_tokens == pytest.approx(tokens, rel=0.005)
   assert packed.useful_flops == padded.useful_flops
-  assert packed.tokens < padded.tokens or mean == 8192
+  assert packed.tokens < padded.tokens or packed.updates == padded.updates and mean > 2048
 
 
 def test_the_update_of_livecodebench_on_64_chips_is_mostly_padding():
@@ -863,7 +866,7 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   results |= {'Qwen3-8B with LoRA': plan | adapter, 'Qwen3-4B with LoRA': adapter}
   results |= {'Qwen3-8B with LoRA, 64 slots': plan | adapter | {'programs': {'decode': program | {'fits': False}}}}
   results |= {'Qwen3-8B with LoRA on v5e:8x8': plan | adapter}
-  results['v5e:8x8'] = plan | {'settings': plan['settings'] | adapter['settings']}
+  results['v5e:8x8 (one sample per row)'] = plan | {'settings': plan['settings'] | adapter['settings']}
   text = tpu_plan.tables(results)
   rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines() if line.startswith('|')]
   known = ['43.6', 'v5e:2x4', 'fsdp=1 × tensor=8', '32', '5.2', '7.87']

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
@@ -209,28 +210,30 @@ def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
 
 
 @pytest.mark.parametrize('kernels', [False, pytest.param(True, marks=pytest.mark.slow)], ids=['xla', 'splash'])
-@pytest.mark.parametrize('within', EITHER)
-@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=MODELS))
-def test_packed_rows_have_the_gradient_of_rows_of_one_sample(name, within, kernels):
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=('llama', 'qwen3')))
+def test_packed_rows_have_the_gradient_of_rows_of_one_sample(name, kernels):
   """Every sample of a row sees all slots and, in the teacher's rows, the whole document, but no other sample."""
-  made = case(name, within)
-  slots, config = made.elsewhere(), losses()
-  expected = jax.device_get(made.accumulated(slots)[0])
-  config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 2, True
-  update, state = made.update, made.state.replace(trainable=slots)
+  made, config = case(name, True), losses()
+  state, mesh = made.state.replace(trainable=made.elsewhere()), made.student.backend.mesh
+  config.actor.ppo_micro_batch_size, update = 2, made.update
   if kernels:
     on = dataclasses.replace(made.student.backend, kind='splash', interpret=True)
     student, reader = (dataclasses.replace(policy, backend=on) for policy in (made.student, made.teacher.policy))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, made.state)
     update = make_update(student, update_spec(config), shardings, dataclasses.replace(made.teacher, policy=reader))
-  gradient, rows = update.zero(slots), []
-  for micro in batching.micro_batches(made.samples, np.arange(8), batch_spec(config)):
-    batch = put_rows(made.student.backend.mesh, micro.batch)
-    gradient, _ = update.accumulate(made.base, state, gradient, batch, made.teacher.base)
-    rows += micro.samples
-  assert max(map(len, rows)) > 1 and sorted(sum(rows, [])) == list(range(8))
-  for ours, theirs in zip(jax.tree.leaves(jax.device_get(gradient)), jax.tree.leaves(expected), strict=True):
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * abs(theirs).max())
+
+  def gradient(packed):
+    config.actor.pack_sequences = packed
+    sums, rows = update.zero(state.trainable), []
+    for micro in batching.micro_batches(made.samples, np.arange(8), batch_spec(config)):
+      sums, _ = update.accumulate(made.base, state, sums, put_rows(mesh, micro.batch), made.teacher.base)
+      rows += micro.samples
+    assert sorted(sum(rows, [])) == list(range(8)) and (max(map(len, rows)) > 1) == packed
+    return jax.device_get(sums)
+
+  single, packed = gradient(False), gradient(True)
+  apart = optax.tree.norm(jax.tree.map(np.subtract, packed, single)) / optax.tree.norm(single)
+  assert apart <= 1e-6, apart
 
 
 @pytest.mark.parametrize('within', EITHER)

@@ -167,4 +167,5 @@ def test_the_banner_says_that_layers_with_windows_share_no_prompt(tmp_path, pack
     workdir='here',
   )
   said = '\n'.join(startup.describe(described, 0, None, 11, 0))
-  assert ('own copy of the teacher prompt: layers of the model have windows' in said) == (packed and window is not None)
+  assert ('own copy of the teacher prompt, as layers have windows' in said) == (packed and window is not None)
+  assert ('samples share a row' in said) == packed

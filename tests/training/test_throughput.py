@@ -58,6 +58,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   assert found['little'] == pytest.approx(expected)
   halved = {name: value / 2 if 'fill' in name and 'sample' not in name else value for name, value in expected.items()}
   assert found['much'] == pytest.approx(halved)
+  config.actor.pack_sequences = True
+  two = types.SimpleNamespace(student=step.Filled(9, 14, rows=2, row_room=2, samples=5), teacher=step.Filled())
+  assert step_records.throughput_metrics(session, [graded], two, seconds)['throughput/samples_per_row'] == 2.5
 
 
 def test_a_step_without_a_signal_has_no_fill():
