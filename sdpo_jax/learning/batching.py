@@ -336,8 +336,8 @@ def _packed(batch: GenerationBatch, samples: np.ndarray, spec: BatchSpec, size: 
     return sum(_cost(_holding(declared, *map(max, zip(*map(taken, micro), strict=True)))) for micro in micros)
 
   def long_first(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    # Put long teacher rows together, so that the others fit into a smaller bucket.
-    return sorted(rows, key=lambda row: taken(row)[1], reverse=True)
+    # Put long rows together, those of the teacher first, so that the others fit into a smaller bucket.
+    return sorted(rows, key=lambda row: taken(row)[1::-1], reverse=True)
 
   def dealt(
     chosen: np.ndarray, room: tuple[int, int, int], smaller: Sequence[tuple[int, int, int]]

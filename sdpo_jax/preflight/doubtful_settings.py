@@ -139,7 +139,7 @@ def _batches(config: Config, devices: int) -> Iterator[str]:
   if sequences < devices:
     yield (
       f'An optimizer step has {sequences} sequences (actor.ppo_mini_batch_size × rollout.n) for {devices} devices: '
-      'some of them compute padding; raise actor.ppo_mini_batch_size, or set actor.pack_sequences.'
+      'some of them compute padding; raise actor.ppo_mini_batch_size.'
     )
   elif micro % devices:
     yield f'actor.ppo_micro_batch_size={micro} is not a multiple of {devices} devices: some of its rows are padding.'

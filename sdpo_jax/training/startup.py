@@ -142,8 +142,8 @@ def _packing(config: Config, policy: Policy) -> list[str]:
     return []
   said = 'samples share a row, and a teacher prompt,'
   if not policy.shares_prefixes:
-    reason = 'windows' if policy.config.windows else 'slots before it'
-    said = f'each sample has its own copy of the teacher prompt, as layers have {reason}; samples share a row'
+    reason = 'layers have windows' if policy.config.windows else 'it comes after slots'
+    said = f'each sample has its own copy of the teacher prompt, as {reason}; samples share a row'
   return [f'  packing    {said} where that leaves less padding']
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
-from sdpo_jax.models.attention import decode_kernel, dispatch, prefix
+from sdpo_jax.models.attention import decode_kernel, dispatch, prefix, splash
 from sdpo_jax.models.attention.backend import AttentionBackend
 from sdpo_jax.models.attention.prefix import Prefix
 from sdpo_jax.models.cache import Stores
@@ -95,6 +95,28 @@ def test_every_lowering_is_the_plain_formula_with_gradients(name, window, within
   expected = with_gradients(lambda *arrays: differentiable(*arrays, segments, window, within))
   for mine, theirs in zip(ours[1:], expected[1:], strict=True):
     np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_segments_see_what_is_filled_of_their_rows_prefix():
+  arrays = tensors(*PACKED.shape)
+  draw, real = np.random.default_rng(6), (PACKED > 0)[:, :, None, None]
+  own = [draw.standard_normal((len(PACKED), KV_HEADS, SLOTS, HEAD_DIM)).astype(np.float32) for _ in range(2)]
+  filled, weights = np.array([21, 3, 1, 10], np.int32), draw.standard_normal(arrays[0].shape).astype(np.float32) * real
+
+  def gradients(name):
+    def loss(query, key, value, *own):
+      given = Prefix(*own, trained=True, filled=jnp.asarray(filled))
+      return jnp.sum(whole(BACKENDS[name], query, key, value, PACKED, prefix=given) * weights)
+
+    return jax.jit(jax.grad(loss, range(5)))(*arrays, *own)
+
+  for ours, theirs in zip(gradients('splash'), gradients('one tile'), strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+  wide = np.zeros((1, 65_536 - SLOTS + 1, KV_HEADS, HEAD_DIM), np.float32)
+  with pytest.raises(ValueError, match='21 slots before rows of 65516 tokens exceed 65536'):
+    splash.attention_after(
+      wide, wide, wide, wide[..., 0, 0].astype(int), Prefix(*shared()), window=0, residuals='', interpret=True
+    )
 
 
 @pytest.mark.parametrize(
