@@ -8,10 +8,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 
-from sdpo_jax.planner import simulation
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.configs import quickstart, qwen3_8b_livecodebench
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.models import huggingface
+from sdpo_jax.planner import plan as planning
+from sdpo_jax.planner import simulation, topology
+from sdpo_jax.training.run_programs import abstract_parameters, run_programs
+from tests.planner import planned_engines
 
 SPEC = simulation.SamplingSpec(
   shards=2,
@@ -102,3 +110,20 @@ def test_recomputed_samples_go_through_in_pieces():
   piece = (8 + 32 + 8) // 8  # An eighth of the slots.
   ((_, work),) = (item for item in run.counter.work.items() if item[0][0] == 'recompute')
   assert (work.calls, work.turns) == (1, math.ceil(8 / piece))
+
+
+@pytest.mark.parametrize('most', [0, 2])
+@pytest.mark.parametrize('config', [quickstart, qwen3_8b_livecodebench])
+def test_every_call_is_of_a_registered_program(config, most, monkeypatch):
+  monkeypatch.setattr(planning, 'DRAWN_TOKENS', 0)  # As few steps as possible.
+  config = config.get_config()
+  config.rollout.max_batch_rows, config.rollout.max_staleness = 32, most
+  config.plan.mean_completion, config.plan.longest_completion = 4.0, 6.0
+  policy = huggingface.describe(planned_engines.SIZES, config.model)
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
+  policy, chip = policy.on(mesh, config.model.attention), topology.CHIPS['v5e']
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
+  scenario = planning.Scenario(config, chip, mesh, planning.Assumptions.of(config, chip))
+  works = planning.sampling_work(found, scenario.sampling(policy.reads_filled))
+  assert {'prefill', 'decode', 'evaluation'} <= set(works) and ('recompute' in works) == (most > 0)
+  assert all(found[name].rows == rows for of_phase in works.values() for name, rows, _ in of_phase)
