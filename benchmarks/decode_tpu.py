@@ -88,7 +88,7 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int], keep: st
   }
   if decode.error is not None:
     return jsonable(line)
-  reads, steps = decode.step_reads, context - PROMPT
+  reads, steps = decode.step_reads, config.rollout.decode_chunk
   beside = (decode.seconds - decode.seconds_by_source['cache']) / steps
   fills = {}
   for name, filled in (('half', context // 2), ('full', context)):

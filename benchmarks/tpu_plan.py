@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -249,8 +250,19 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     if labels
   ]
   if MAIN in sizes:
-    parts += [f'### Qwen3-8B on {MAIN}, program by program', sizes[MAIN]['report']]
+    parts += [f'### Qwen3-8B on {MAIN}, program by program', shortened(sizes[MAIN]['report'])]
   return '\n\n'.join(parts)
+
+
+# Parts of a report that only those who change a program read.
+_DETAILS = re.compile(
+  r'most cycles \[compiler\]|^```|, without an estimate of|copies in HBM|\d loops have|^\| program +\|'
+)
+
+
+def shortened(report: str) -> str:
+  """Return a report without its lists of single operations, kernels and collectives."""
+  return '\n\n'.join(part for part in report.split('\n\n') if not _DETAILS.search(part))
 
 
 HEAD = ('chips', 'tokens per completion', 'update GiB', 'largest update s', 'TFLOP per chip', 'sent GB', 'rows live %')
@@ -381,7 +393,7 @@ def cost(plan: dict[str, Any]) -> str:
 
 def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
   """Return the text between the markers of each page beside the results."""
-  missing = [point.name for point in EVERY if 'programs' not in results.get(point.name, ())]
+  missing = [point.name for point in EVERY if point.name not in results]
   # A page with gaps must not look complete.
   gaps = (
     f'Not planned yet: {", ".join(missing)}; `python -m benchmarks.tpu_plan --keep=DIR` does it.' if missing else ''

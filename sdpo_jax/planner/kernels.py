@@ -26,6 +26,9 @@ _SPLASH_BLOCK = 1024**2 * 128
 # computes nothing; of one that computes, without the slots of its block; and of each of these slots. bfloat16: 618
 # bundles for a block of 1024, 252 for one of 32; int8: 951 and 266, mostly for conversion to bfloat16.
 _DECODE = {False: (131, 240.0, 0.369), True: (200, 244.0, 0.690)}
+# Likely seconds of all these kernels per second of their bound: an assumption, as nothing measured is public for v5e. A
+# schedule has no stalls for memory or between the steps of a grid, and transfers seldom reach the full bandwidth.
+LIKELY = 1.25
 _DECODING = ('cache_attention', 'paged_attention')  # Names of kernels that attend to a cache.
 
 

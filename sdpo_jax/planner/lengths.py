@@ -76,26 +76,15 @@ def of_run(source: epath.PathLike) -> dict[str, float]:
   return {name: value for name, value in found.items() if value is not None}
 
 
-def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: int, blocks: int) -> dict[str, float]:
-  """Return the average number of blocks that decode attention fetches per row and step.
-
-  A row without a sample still fetches one block.
+def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: int, blocks: int) -> float:
+  """Return the average number of blocks that decode attention fetches per row and step, if no row is ever free.
 
   Args:
     completions: tokens of each completion.
     prompt: tokens that a row holds before the first step.
     block: tokens of a block.
     blocks: blocks per row.
-
-  Returns:
-    'last': from the time when the last samples are admitted, all at once, until the longest ends;
-    'busy': while a new sample follows each that ends.
   """
   completions = np.asarray(completions)
-  steps = int(completions.max())
-  fetched = np.minimum(np.ceil((prompt + np.arange(steps)) / block), blocks)
-  until = np.cumsum(fetched)[completions - 1]
-  return {
-    'last': float((until + steps - completions).mean() / steps),
-    'busy': float(until.sum() / completions.sum()),
-  }
+  fetched = np.minimum(np.ceil((prompt + np.arange(completions.max())) / block), blocks)
+  return float(np.cumsum(fetched)[completions - 1].sum() / completions.sum())

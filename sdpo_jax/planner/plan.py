@@ -8,7 +8,7 @@ bandwidth, operations ÷ peak. None is a measurement.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -31,9 +31,8 @@ from sdpo_jax.models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.models.flops import forward_flops
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
-from sdpo_jax.planner import hlo, kernels, lengths, program_facts, traffic, workload
+from sdpo_jax.planner import hlo, kernels, lengths, program_facts, simulation, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
-from sdpo_jax.rollout import sizes
 from sdpo_jax.teacher.signal import self_teacher
 from sdpo_jax.training import cartridges, teacher_model
 from sdpo_jax.training.opening import model_mesh
@@ -47,6 +46,7 @@ HOP = 0.7e-6
 # Host time between two chunks of a decode loop, and additional time per row: waiting for the results, finding finished
 # rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
+DRAWN_TOKENS = 25e6  # Of completions, in a simulation of sampling.
 # Memory that is always in use, whichever program runs.
 RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base')
 RESIDENT += 'carried', *(f'{name} policy' for name in REFERENCES)
@@ -55,7 +55,9 @@ READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
 SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
-SAMPLING += ('recompute', 'empty recomputed', 'readmit', 'park', 'empty carried')
+SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park', 'empty carried')
+# The phase that a kind of the sampler's programs belongs to, if not that of decoding.
+OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill', 'recompute': 'recompute', 'readmit': 'recompute'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +145,35 @@ class Scenario:
     """The samples of a generation batch, with the assumed lengths."""
     return drawn_samples(self.config, self.assumptions)
 
-  def rows(self, samples: int) -> int:
-    """Return the rows per shard of the sampler that decode this many samples."""
-    return sizes.shard_rows(samples, self.config.rollout.max_batch_rows, self.mesh.shape[meshes.FSDP])
-
-  def prefills(self, questions: int, n: int) -> int:
-    """Return the number of prefill calls for `questions` with `n` completions each."""
-    together = sizes.prompts_per_prefill(declared_buckets(self.config).prompt[-1], self.rows(questions * n))
-    return math.ceil(questions / (self.mesh.shape[meshes.FSDP] * together))
-
-  def waiting(self, count: int) -> tuple[int, float]:
-    """Return (rows of the sampler, decode steps in which some of `count` completions wait for one).
-
-    Rows are refilled: while samples wait, each takes the mean completion's time; the last ones take the longest's.
-    """
-    rows = self.rows(count) * self.mesh.shape[meshes.FSDP]
-    return rows, max(count / rows - 1, 0) * float(self.samples.completion.mean())
+  def sampling(self, keeps_size: bool) -> simulation.SimulatedSampling:
+    """Return the work of the sampler; `keeps_size` is that of `rollout.functions.SamplerFunctions`."""
+    a, data, rollout, held_out = self.assumptions, self.config.data, self.config.rollout, self.config.val_kwargs.n
+    period, declared = max(self.config.trainer.test_freq, 1), declared_buckets(self.config)
+    tokens = (data.train_batch_size * rollout.n + a.evaluation_questions * held_out / period) * a.mean_completion
+    # Few steps of long completions say as much as many of short ones, whose longest differ more.
+    steps = round(min(max(DRAWN_TOKENS / tokens, 20), 100))
+    count, shuffle = data.train_batch_size * rollout.n * steps, np.random.default_rng(0).permutation
+    prompts = lengths.quantiles(a.mean_prompt, data.max_prompt_length, count, lengths.PROMPT_SPREAD)
+    completions = lengths.quantiles(a.mean_completion, a.longest_completion, count, a.completion_spread)
+    return simulation.simulate(
+      simulation.SamplingSpec(
+        shards=self.mesh.shape[meshes.FSDP],
+        max_rows=rollout.max_batch_rows,
+        widths=declared.prompt,
+        room=declared.response[-1],
+        chunk=rollout.decode_chunk,
+        keeps_size=keeps_size,
+        questions=data.train_batch_size,
+        n=rollout.n,
+        max_staleness=rollout.max_staleness,
+        held_out=a.evaluation_questions,
+        held_out_n=held_out,
+        test_freq=period,
+        prompts=tuple(shuffle(prompts).tolist()),
+        completions=tuple(shuffle(completions).tolist()),
+        steps=steps,
+      )
+    )
 
 
 @dataclasses.dataclass
@@ -175,9 +190,10 @@ class Estimate:
   overlapped_collectives: float = 0.0  # Seconds on the wire of overlapped collectives.
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  step_seconds: float | None = None  # For a decode loop: one token per row, averaged until the longest ends.
-  busy_step_seconds: float | None = None  # The same while a new sample follows each that ends.
-  step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # For a decode loop.
+  call_seconds: float = 0.0  # Of a program of the sampler: once per call,
+  turn_seconds: float = 0.0  # and per turn of its loop, without `step_kernels`.
+  busy_step_seconds: float | None = None  # For a decode loop: one token per row while a sample follows each that ends.
+  step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # Attention to the cache.
   step_reads: traffic.StepReads | None = None  # For a decode loop.
   hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # For a decode loop: of one iteration.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -185,6 +201,15 @@ class Estimate:
   unbounded: list[str] = dataclasses.field(default_factory=list)  # Loops counted once because their bound is unknown.
   error: str | None = None
   compile_seconds: float = 0.0
+
+  def spent(self, work: simulation.Work, rate: float = 1.0) -> float:
+    """Return the seconds of some work of the sampler, if kernels take `rate` times their bounds."""
+    if self.error is not None:
+      return math.nan
+    read = work.blocks / max(work.turns, 1e-9)
+    attention = sum(kernel.seconds(min(read, kernel.blocks)) for kernel in self.step_kernels)
+    stalled = (rate - 1) * self.seconds_by_source.get('table', 0.0)
+    return work.calls * (self.call_seconds + stalled) + work.turns * (self.turn_seconds + rate * attention)
 
 
 @dataclasses.dataclass
@@ -207,12 +232,16 @@ class Plan:
   tokens_per_second_per_chip: float
   update_mfu: float  # Of live tokens, as everywhere: padding does not count.
   step_mfu: float
-  fill: dict[str, float]  # Live fraction: 'rows' and 'tokens' of the update, 'sampler' of its rows times steps.
+  fill: dict[str, float]  # Live fraction: 'rows' and 'tokens' of the update, 'sampler' of the rows of decode steps.
   micro_batches: dict[str, int]  # Per generation batch: executions by program of the required shape.
   device_hours_per_100_steps: float
   cost_per_100_steps: float
   bottleneck: str
   warnings: list[str] = dataclasses.field(default_factory=list)
+  # Per generation batch, as simulated: totals, and decode steps by program.
+  sampling: dict[str, float] = dataclasses.field(default_factory=dict)
+  decoding: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  likely_phases: dict[str, float] = dataclasses.field(default_factory=dict)  # As `phases`, with `kernels.LIKELY`.
   trained: int = 0  # Trainable parameters; the others are frozen.
   base_gib: float = 0.0  # GiB per chip of the frozen parameters, which the update reads for student and teacher.
   sampling_base_gib: float = 0.0  # GiB per chip of the sampler's own arrays, which replace some of them.
@@ -238,7 +267,7 @@ def make(
   *,
   source: str = '',
   everything: bool = False,
-  only: Iterable[str] | None = None,
+  only: Collection[str] | None = None,
   keep: str | None = None,
   announce: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -278,9 +307,13 @@ def make(
   share = batching.shares_prompts(batch_spec(config), *reader.readers(policy, teacher_spec(config)))
   work = workload.of_batch(config, policy, scenario.samples, mesh.size, share, reader.policy)
   used = workload.used(found, work)
-  labels = select(found, everything, [name for names in used.values() for name in names])
+  draws = config.rollout.sampled_by != 'data' and (only is None or {'prefill', 'decode'} <= set(only))
+  sampling = scenario.sampling(policy.reads_filled) if draws else None
+  works = {} if sampling is None else sampling_work(found, sampling)
+  steps = [name for work in works.values() for name, *_ in work if found[name].kind in ('prefill', 'decode')]
+  labels = select(found, everything, [*(name for names in used.values() for name in names), *steps])
   if only is not None:
-    labels = {label: name for label, name in labels.items() if label in set(only)}
+    labels = {label: name for label, name in labels.items() if label in only or label in steps}
   names = {name: label for label, name in labels.items()}
   resident = resident_bytes(found)
   estimates: dict[str, Estimate] = {}
@@ -300,10 +333,12 @@ def make(
     estimate.compile_seconds = took
     if name in names or (name in first and estimate.error is not None):
       estimates[names.get(name, name)] = estimate
-    if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
+    held_out = registry.EVALUATION + name
+    if found[name].label == 'decode' and name in names and config.trainer.test_freq and held_out not in found:
       # The same program; the cost of truncated sampling is decided at run time.
       same = dataclasses.replace(found[name], evaluation=True)
-      estimates[same.label] = estimated(scenario, registry.EVALUATION + name, same, answer, resident, sampling_weights)
+      more = estimated(scenario, held_out, same, answer, resident, sampling_weights)
+      estimates[registry.EVALUATION + names[name]] = more
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
     if estimate.error is not None:
@@ -313,7 +348,7 @@ def make(
     if label not in estimates:
       error = f'could not be compiled: it continues {", ".join(refused)}, which the compiler rejected'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
-  made = _summary(scenario, policy, topology, source, estimates, work, used, resident)
+  made = _summary(scenario, policy, topology, source, estimates, work, used, resident, sampling, works)
   read = estimates.get(READING)
   if read is not None:
     made.chunks = teacher.policy.adapter.members
@@ -509,47 +544,27 @@ def estimated(
   ]
   estimate.copies = [_described(buffer) for buffer in hlo.copies(once, 3)]
   estimate.buffers = [_described(buffer) for buffer in hlo.largest(once, limit=5)]
-  if program.kind != 'decode':
+  if program.kind not in SAMPLING:
     _fill(estimate, _costs(once, scenario), 1.0)
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
   # Cost per step of the loop: one more iteration without one-time costs.
   none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), scenario)
-  _fill_decode(estimate, scenario, program, none, _minus(_costs(once, scenario), none))
-  estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
-  return estimate
-
-
-def _fill_decode(estimate: Estimate, scenario: Scenario, program: registry.Program, none: _Costs, turn: _Costs) -> None:
-  """Price a decode loop: until the longest of the last samples ends, and per step while others wait for a row.
-
-  Args:
-    estimate: receives the costs.
-    scenario: the lengths of prompts and samples.
-    program: the loop.
-    none: one-time costs of a chunk of steps.
-    turn: costs of one more step without attention to the cache.
-  """
-  completions, prompt = scenario.samples.completion, scenario.assumptions.mean_prompt
-  chunk, steps = program.static['steps'], int(completions.max())
+  turn = _minus(_costs(once, scenario), none)
   # A step's kernels attend to the cache and to the chunk's own tokens.
-  attention = [kernels.decode_kernel(kernel, scenario.chip) for kernel in turn.decoding]
-  live = [lengths.live_blocks(completions, prompt, kernel.block, kernel.blocks) for kernel in attention]
-
-  def cache_seconds(when: str) -> float:
-    return sum(kernel.seconds(blocks[when]) for kernel, blocks in zip(attention, live, strict=True))
-
-  # Between two chunks the host checks every row while the device waits.
-  none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
-  last, busy = dict(turn.sources), dict(turn.sources)
-  last['cache'], busy['cache'] = cache_seconds('last'), cache_seconds('busy')
-  chunks = math.ceil(steps / chunk)
-  _fill(estimate, none, chunks)
-  _fill(estimate, dataclasses.replace(turn, sources=last), steps)
-  between = chunks * sum(none.sources.values()) / steps
-  estimate.step_seconds = sum(last.values()) + between
-  estimate.busy_step_seconds = sum(busy.values()) + between
-  estimate.step_kernels = attention
+  estimate.step_kernels = [kernels.decode_kernel(kernel, chip) for kernel in turn.decoding]
+  if program.kind == 'decode':
+    # Between two chunks the host checks every row while the device waits.
+    none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
+    estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
+  estimate.call_seconds, estimate.turn_seconds = sum(none.sources.values()), sum(turn.sources.values())
+  _fill(estimate, none, 1)
+  turns = program.static.get('steps', 1)
+  busy = functools.partial(lengths.live_blocks, scenario.samples.completion, scenario.assumptions.mean_prompt)
+  turn.sources['cache'] = sum(each.seconds(busy(each.block, each.blocks)) for each in estimate.step_kernels)
+  _fill(estimate, turn, turns)
+  estimate.busy_step_seconds = estimate.seconds / turns if program.kind == 'decode' else None
+  return estimate
 
 
 def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Estimate:
@@ -649,9 +664,11 @@ def _summary(
   work: workload.Workload,
   used: Mapping[str, Sequence[str]],
   resident: Mapping[str, float],
+  sampling: simulation.SimulatedSampling | None,
+  works: Mapping[str, Works],
 ) -> Plan:
   samples, chips = scenario.samples, scenario.mesh.size
-  phases = phase_seconds(scenario, estimates, used)
+  phases = phase_seconds(scenario, estimates, used, works)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
   table = policy.parameter_table()
@@ -666,8 +683,7 @@ def _summary(
     ),
   }
   drawn = int(samples.completion.sum())
-  rows, waiting = scenario.waiting(len(samples))
-  sampler_steps = waiting + samples.completion.max()
+  decoding, totals = _decoding(estimates, works), {} if sampling is None else vars(sampling)
 
   def rate(flops: float, seconds: float) -> float:
     return flops / chips / topology.chip.flops / seconds if seconds > 0 else math.nan
@@ -694,13 +710,17 @@ def _summary(
     fill={
       'rows': work.live_rows / max(work.rows, 1),
       'tokens': work.live_tokens / max(work.tokens, 1),
-      'sampler': drawn / (rows * float(sampler_steps)),
+      'sampler': sum(each['live_rows'] * each['steps'] for each in decoding)
+      / max(sum(each['rows'] * each['steps'] for each in decoding), 1),
     },
     micro_batches=dict(collections.Counter(name for names in used.values() for name in names)),
     device_hours_per_100_steps=hours,
     cost_per_100_steps=hours * scenario.assumptions.price,
     bottleneck=_bottleneck(phases),
     warnings=idle_warnings(scenario.config, scenario.mesh),
+    sampling={name: value for name, value in totals.items() if not isinstance(value, dict)},
+    decoding=decoding,
+    likely_phases=phase_seconds(scenario, estimates, used, works, kernels.LIKELY),
     base_gib=resident.get('base', 0.0) / GIB,
     sampling_base_gib=resident.get('sampling base', 0.0) / GIB,
     **_cartridge(policy, resident),
@@ -736,8 +756,56 @@ def _bottleneck(phases: Mapping[str, float]) -> str:
   return max(phases, key=lambda phase: phases[phase] if math.isfinite(phases[phase]) else math.inf)
 
 
+Works = list[tuple[str, int, simulation.Work]]  # Programs, their rows, and their work per generation batch.
+
+
+def sampling_work(found: Mapping[str, registry.Program], sampling: simulation.SimulatedSampling) -> dict[str, Works]:
+  """Return which programs do the work of sampling, by phase.
+
+  Raises:
+    KeyError: no program is registered for some work.
+  """
+  named: dict[tuple[bool, simulation.Program], str] = {}
+  for name, program in found.items():
+    if program.kind in SAMPLING:
+      wide = program.buckets[0] if program.kind == 'prefill' else program.capacity
+      named[program.evaluation, (program.kind.partition(' ')[0], program.rows, wide)] = name
+  works: dict[str, Works] = collections.defaultdict(list)
+  for program, work in sampling.training.items():
+    works[OF_PHASE.get(program[0], 'decode')].append((named[False, program], program[1], work))
+  for program, work in sampling.evaluation.items():
+    works['evaluation'].append((named.get((True, program)) or named[False, program], program[1], work))
+  return works
+
+
+def _spent(estimates: Mapping[str, Estimate], phase: str, works: Works, rate: float = 1.0) -> list[float]:
+  """Return the seconds of programs of the sampler, or else of the largest of its kind; 0 if there is neither."""
+  by_name, seconds = {estimate.name: estimate for estimate in estimates.values()}, []
+  for name, _, work in works:
+    kind = name.partition('/')[0]
+    held_out = [registry.EVALUATION + each for each in (name, kind)] if phase == 'evaluation' else ['', '']
+    options = [by_name.get(each) or estimates.get(each) for each in (held_out[0], name, held_out[1], kind)]
+    seconds.append(next((estimate.spent(work, rate) for estimate in options if estimate is not None), 0.0))
+  return seconds
+
+
+def _decoding(estimates: Mapping[str, Estimate], works: Mapping[str, Works]) -> list[dict[str, Any]]:
+  """Return decode steps per generation batch and their seconds, by stage of the cache, in training and evaluation."""
+  found, names = [], ('phase', 'program', 'rows', 'live_rows', 'steps', 'calls', 'seconds')
+  for phase in ('decode', 'evaluation'):
+    steps = [each for each in works.get(phase, ()) if each[2].live]
+    for (name, rows, work), seconds in zip(steps, _spent(estimates, phase, steps), strict=True):
+      values = phase, name, rows, work.live / work.turns, work.turns, work.calls, seconds
+      found.append(dict(zip(names, values, strict=True)))
+  return found
+
+
 def phase_seconds(
-  scenario: Scenario, estimates: Mapping[str, Estimate], used: Mapping[str, Sequence[str]]
+  scenario: Scenario,
+  estimates: Mapping[str, Estimate],
+  used: Mapping[str, Sequence[str]],
+  works: Mapping[str, Works],
+  rate: float = 1.0,
 ) -> dict[str, float]:
   """Return the seconds per generation batch by phase; evaluation is spread over the steps.
 
@@ -745,6 +813,8 @@ def phase_seconds(
     scenario: the run.
     estimates: estimates by label or name.
     used: programs from `workload.used`. A micro-batch whose program has no estimate takes the time of the largest.
+    works: from `sampling_work`; likewise.
+    rate: seconds that kernels take per second of the bound of their schedule.
   """
   config = scenario.config
   by_name = {estimate.name: estimate for estimate in estimates.values()}
@@ -752,24 +822,20 @@ def phase_seconds(
   def have(*labels: str) -> bool:
     return all(label in estimates for label in labels)
 
-  def seconds(estimate: Estimate, of: str = 'seconds') -> float:
-    return math.nan if estimate.error is not None else getattr(estimate, of)
+  def seconds(estimate: Estimate) -> float:
+    stalled = (rate - 1) * estimate.seconds_by_source.get('table', 0.0)
+    return math.nan if estimate.error is not None else estimate.seconds + stalled
 
   def micro_batches(kind: str) -> float:
     return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind])
 
-  def sampling(prefill: str, decode: str, questions: int, n: int) -> tuple[float, float]:
-    prefills = scenario.prefills(questions, n)
-    _, waiting = scenario.waiting(questions * n)
-    first, loop = estimates[prefill], estimates[decode]
-    more = waiting * seconds(loop, 'busy_step_seconds') if waiting else 0.0
-    return prefills * seconds(first), seconds(loop) + more
+  def sampling(phase: str, copies: float) -> dict[str, float]:
+    if not (works.get(phase) or copies == 1) or not (works and have('prefill', 'decode')):
+      return {}
+    copy = copies * seconds(estimates['prepare']) if have('prepare') else 0.0
+    return {phase: copy + sum(_spent(estimates, phase, works.get(phase, []), rate))}
 
-  phases = {}
-  if have('prefill', 'decode'):
-    copy = seconds(estimates['prepare']) if have('prepare') else 0.0
-    prefill, phases['decode'] = sampling('prefill', 'decode', config.data.train_batch_size, config.rollout.n)
-    phases = {'prefill': copy + prefill} | phases
+  phases = sampling('prefill', 1) | sampling('recompute', 0) | sampling('decode', 0)
   for phase in (*REFERENCES, 'score', 'update'):
     if have(phase):
       phases[phase] = micro_batches(phase)
@@ -778,10 +844,4 @@ def phase_seconds(
     each = seconds(estimates['zero']) + seconds(estimates['apply'])
     after = seconds(estimates['finish']) + (seconds(estimates['digest']) if have('digest') else 0.0)
     phases['optimizer'] = steps * each + after
-  questions = scenario.assumptions.evaluation_questions
-  if questions and config.trainer.test_freq and have('prefill', 'decode'):
-    own = [
-      registry.EVALUATION + label if have(registry.EVALUATION + label) else label for label in ('prefill', 'decode')
-    ]
-    phases['evaluation'] = sum(sampling(*own, questions, config.val_kwargs.n)) / config.trainer.test_freq
-  return phases
+  return phases | sampling('evaluation', 1 / max(config.trainer.test_freq, 1))

@@ -167,10 +167,11 @@ def text(plan: Plan) -> str:
   frozen = plan.trained < plan.parameters
   beside = ('slots' if plan.slots else 'adapter') if frozen else ''
   trained = f', of which {_count(plan.trained)} are trained and the others frozen,' if frozen else ''
+  listed = {label: each for label, each in plan.programs.items() if '#' not in label and '@' not in label}
   parts = [
     f'{_count(plan.parameters)} parameters ({plan.model}){trained} on {plan.topology}: {plan.chips} chips, mesh '
     f'{mesh}; {plan.compiler}.',
-    memory(plan.programs, plan.hbm_limit_gib, beside),
+    memory(listed, plan.hbm_limit_gib, beside),
     base(plan),
     cartridge(plan),
   ]
@@ -182,28 +183,23 @@ def text(plan: Plan) -> str:
         f'Largest buffers of {label}:\n'
         + '\n'.join(f'  {b["gib"]:.2f} GiB {b["shape"]} {b["op_name"]}' for b in estimate.buffers[:5])
       )
-  parts.append(times(plan.programs))
-  parts.append(collectives(plan.programs))
-  for label, estimate in plan.programs.items():
-    listed = ', '.join(
+  parts.append(times(listed))
+  parts.append(collectives(listed))
+  for label, estimate in listed.items():
+    others = ', '.join(
       f'{name} {_number(took)} s'
       for name, took in sorted(estimate.kernel_seconds.items(), key=lambda item: -item[1])
       if took >= 0.01 * estimate.seconds
     )
-    if listed:
-      parts.append(f'{label}, without an estimate of the compiler: {listed}.')
+    if others:
+      parts.append(f'{label}, without an estimate of the compiler: {others}.')
     if estimate.hottest and label.endswith(('decode', 'update')):
-      listed = [f'{_number(hot["seconds"])} s in {hot["times"]:.0f}: {hot["op_name"]}' for hot in estimate.hottest[:8]]
-      parts.append(f'{label}, most cycles [compiler]:\n\n```text\n' + '\n'.join(listed) + '\n```')
-    if estimate.step_seconds is not None:
-      parts.append(
-        f'{label}: {1e3 * estimate.step_seconds:.3g} ms per token of every row until the longest ends, '
-        f'{1e3 * estimate.busy_step_seconds:.3g} ms while every row has a sample.'
-      )
+      hottest = [f'{_number(hot["seconds"])} s in {hot["times"]:.0f}: {hot["op_name"]}' for hot in estimate.hottest[:8]]
+      parts.append(f'{label}, most cycles [compiler]:\n\n```text\n' + '\n'.join(hottest) + '\n```')
     large = [copy for copy in estimate.copies if copy['gib'] >= 0.25]
     if large and label.endswith(('decode', 'update')):
-      listed = ', '.join(f'{copy["gib"]:.2f} GiB {copy["shape"]} × {copy["times"]:.0f}' for copy in large)
-      parts.append(f'{label} copies in HBM: {listed}.')
+      copied = ', '.join(f'{copy["gib"]:.2f} GiB {copy["shape"]} × {copy["times"]:.0f}' for copy in large)
+      parts.append(f'{label} copies in HBM: {copied}.')
     if estimate.unbounded:
       parts.append(
         f'{label}: {len(estimate.unbounded)} loops have no bound in the program and count once: '
@@ -212,10 +208,12 @@ def text(plan: Plan) -> str:
   total = plan.step_seconds
   rows = [
     [phase, _number(seconds), f'{100 * seconds / total:.0f} %' if total > 0 and math.isfinite(seconds) else '?']
+    + [_number(plan.likely_phases[phase])]
     for phase, seconds in plan.phases.items()
   ]
-  parts.append(markdown(['phase', 's per step', 'share'], [*rows, ['step', _number(total), '']]))
-  parts += [_lengths(plan), _micro_batches(plan)]
+  rows.append(['step', _number(total), '', _number(sum(plan.likely_phases.values()))])
+  parts.append(markdown(['phase', 's per step', 'share', 'likely s [assumption]'], rows))
+  parts += [_sampling(plan), _lengths(plan), _micro_batches(plan)]
   parts.append(
     f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} per chip), MFU '
     f'of live tokens {_number(100 * plan.update_mfu)} % in the update and {_number(100 * plan.step_mfu)} % in the '
@@ -229,6 +227,29 @@ def text(plan: Plan) -> str:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(f'DOES NOT FIT: {names}. --search tries and ranks settings that may.')
   return '\n\n'.join(part for part in parts if part)
+
+
+def _sampling(plan: Plan) -> str:
+  """Return decode steps by stage of the cache, and what was simulated; '' if nothing was."""
+  if not plan.decoding:
+    return ''
+  s = plan.sampling
+  rows = [
+    [each['phase'], str(each['rows'] // plan.mesh[FSDP]), *map(_number, (each['live_rows'], each['steps']))]
+    + [_number(1e3 * each['seconds'] / each['steps']), _number(each['seconds'])]
+    for each in plan.decoding
+  ]
+  head = ['decode steps of', 'rows per shard', 'live rows of all', 'steps per step', 'ms', 's']
+  told = (
+    f'Sampling as simulated over {s["steps"]} steps: {_number(s["decode_steps"])} ± {_number(s["error"], 2)} decode '
+    f'steps per step (standard error), evaluations included.'
+  )
+  if s['staleness_max']:
+    told += (
+      f' Samples are {s["staleness_mean"]:.2g} updates old when they are learned from (95 %: {s["staleness_p95"]:g}, '
+      f'most: {s["staleness_max"]}); {_number(s["recomputed"])} tokens per step are recomputed.'
+    )
+  return f'{told}\n\n{markdown(head, rows)}'
 
 
 def _lengths(plan: Plan) -> str:

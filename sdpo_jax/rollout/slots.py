@@ -212,12 +212,14 @@ class Slots:
     self._held += np.where(active, drawn.steps, 0)
     self._count_steps(drawn, active)
     finished, leaving = [], []
+    step, row = np.nonzero(active & (np.arange(len(drawn.tokens))[:, None] < drawn.count))
+    new = row, self._drawn[row] + step
+    self._tokens[new] = drawn.tokens[step, row]
+    for name, records in self._records.items():
+      records[new] = getattr(drawn, name)[step, row]
     for slot in np.flatnonzero(active).tolist():
-      before, count = int(self._drawn[slot]), int(drawn.count[slot])
-      length, new = before + count, slice(before, before + count)
-      self._tokens[slot, new] = drawn.tokens[:count, slot]
-      for name, records in self._records.items():
-        records[slot, new] = getattr(drawn, name)[:count, slot]
+      before = int(self._drawn[slot])
+      length = before + int(drawn.count[slot])
       self._drawn[slot], self._token[slot] = length, self._tokens[slot, length - 1]
       stopped = bool(drawn.stopped[slot])
       done = stopped or length >= self._knobs['max_tokens'][slot]

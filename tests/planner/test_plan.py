@@ -26,7 +26,19 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.models import huggingface
 from sdpo_jax.models.attention import splash
-from sdpo_jax.planner import hlo, kernels, lengths, model, plan_text, program_facts, run, search, topology, workload
+from sdpo_jax.planner import (
+  hlo,
+  kernels,
+  lengths,
+  model,
+  plan_text,
+  program_facts,
+  run,
+  search,
+  simulation,
+  topology,
+  workload,
+)
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.specs import batch_spec
@@ -95,19 +107,19 @@ def test_memory_by_kind_is_the_models(made):
 @pytest.mark.slow
 def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
   plan, _, said = made
-  decode = plan.programs['decode']
-  assert decode.step_seconds * 6 == pytest.approx(decode.seconds)
+  decode, [step] = plan.programs['decode'], [each for each in plan.decoding if each['phase'] == 'decode']
+  chunk = settings().rollout.decode_chunk
+  assert decode.busy_step_seconds * chunk == pytest.approx(decode.seconds)
   # Rows end together, so that none waits for the longest, and the cache is one block of a row; of 128 rows on two
   # shards, one head each, in two layers, the kernels of the cache and of the chunk's own tokens take a block each.
-  assert decode.busy_step_seconds == pytest.approx(decode.step_seconds)
+  assert (step['steps'], step['calls'], step['live_rows'], step['rows']) == (6, 1, 128, 128)
   assert [(kernel.rows, kernel.calls, kernel.blocks) for kernel in decode.step_kernels] == [(64, 1, 1)] * 4
-  assert decode.seconds_by_source['cache'] == pytest.approx(
-    6 * sum(kernel.rows * kernel.active for kernel in decode.step_kernels)
-  )
+  attention = sum(kernel.rows * kernel.active for kernel in decode.step_kernels)
+  assert decode.seconds_by_source['cache'] == pytest.approx(chunk * attention)
+  assert step['seconds'] == pytest.approx(decode.call_seconds + 6 * (decode.turn_seconds + attention))
   # One chunk of steps: the host looks once at 128 rows.
   assert decode.seconds_by_source['host'] == pytest.approx(planning.HOST_CHUNK + 128 * planning.HOST_ROW)
-  # 128 rows of a generation batch go through the sampler in one call of 512.
-  assert plan.phases['decode'] == pytest.approx(decode.seconds)
+  assert plan.phases['decode'] == pytest.approx(step['seconds'])
   assert decode.seconds == pytest.approx(sum(decode.seconds_by_source.values()))
   assert plan.fill['sampler'] == 1
   assert any(line.startswith('  decode/32×8: ') for line in said)
@@ -119,7 +131,8 @@ def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for(made):
   plan, *_ = made
   decode, held_out = plan.programs['decode'], plan.programs['evaluation/decode']
   assert held_out.hbm == decode.hbm
-  assert held_out.step_seconds > 1.05 * decode.step_seconds  # To leave out what is not in the nucleus.
+  assert held_out.turn_seconds > 1.05 * decode.turn_seconds  # To leave out what is not in the nucleus.
+  assert plan.phases['evaluation'] > 1.05 * plan.phases['decode'] / settings().trainer.test_freq
 
 
 @needs_compiler
@@ -412,28 +425,34 @@ def test_a_step_adds_up():
   config.plan.mean_completion = config.plan.longest_completion = 8192.0
   mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
 
-  def one(name, seconds, busy=None):
-    return planning.Estimate(name, {}, 1.0, True, seconds=seconds, busy_step_seconds=busy)
+  def one(name, seconds, turn=0.0):
+    return planning.Estimate(name, {}, 1.0, True, seconds=seconds, call_seconds=seconds, turn_seconds=turn)
 
   took = dict(prepare=1.0, prefill=2.0, score=3.0, zero=0.1, apply=0.2, finish=0.3)
   estimates = {name: one(name, value) for name, value in took.items()}
-  # While a sample follows each that ends, a step takes two seconds.
-  estimates |= {'decode': one('decode', 60.0, busy=2.0), 'update': one('update/large', 8.0)}
+  estimates |= {'decode': one('decode', 60.0, turn=2.0), 'update': one('update/large', 8.0)}
   estimates['update/small'] = one('update/small', 1.0)
+  estimates['decode/few'] = one('decode/few', 50.0, turn=1.0)
+  estimates['evaluation/decode'] = one('evaluation/decode', 70.0, turn=3.0)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
   used = {'score': ('score',) * 4, 'update': ('update/small', 'update/small', 'update/unplanned', 'update/large')}
   scenario = planning.Scenario(config, topology.CHIPS['v5e'], mesh, assumptions)
-  phases = planning.phase_seconds(scenario, estimates, used)
-  # 32 questions × 8 samples through 128 slots: half of them wait as long as a completion of 8192 tokens takes. Of the
-  # micro-batches, the one whose program has no estimate takes the time of the largest. Evaluation is in: 64 questions ×
-  # 16 samples, 8 times as many as slots, every 5 steps.
+  work = simulation.Work
+  works = {
+    'prefill': [('prefill/8', 8, work(calls=4)), ('admit/8', 8, work(calls=9))],
+    'decode': [('decode', 128, work(calls=3, turns=90)), ('decode/few', 64, work(calls=2, turns=10))],
+    'evaluation': [('decode/few', 64, work(calls=0.5, turns=7)), ('prefill/8', 8, work(calls=5))],
+  }
+  phases = planning.phase_seconds(scenario, estimates, used, works)
+  # Of the micro-batches, the one whose program has no estimate takes the time of the largest; so do decode loops, and
+  # in an evaluation those of evaluations come first. What is not planned at all does not count.
   expected = {
-    'prefill': 1 + 4 * 2,  # One prompt of 2048 tokens on each of 8 devices.
-    'decode': 60 + 8192 * 2,
+    'prefill': 1 + 4 * 2,
+    'decode': 3 * 60 + 90 * 2 + 2 * 50 + 10,
     'score': 4 * 3,
     'update': 1 + 1 + 8 + 8,
     'optimizer': 0.1 + 0.2 + 0.3,
-    'evaluation': (8 * 2 + 60 + 7 * 8192 * 2) / 5,
+    'evaluation': 1 / 5 + 0.5 * 50 + 7 + 5 * 2,
   }
   assert phases == pytest.approx(expected)
   config.trainer.test_freq = 0
@@ -454,15 +473,8 @@ def test_lengths_have_the_mean_and_the_limit_that_were_given(mean, longest, spre
 
 def test_blocks_of_the_cache_follow_every_row_and_step():
   completions, prompt, block, blocks = [5, 1, 12, 3], 6, 4, 4
-  live = lengths.live_blocks(completions, prompt, block, blocks)
-
-  def fetched(length, step):
-    return min(max(-(-(prompt + step) // block), 1), blocks) if step < length else 1
-
-  by_hand = [[fetched(length, step) for length in completions] for step in range(12)]
-  assert live['last'] == pytest.approx(np.mean(by_hand))
-  drawn = [by_hand[step][row] for row, length in enumerate(completions) for step in range(length)]
-  assert live['busy'] == pytest.approx(np.mean(drawn))
+  drawn = [min(max(-(-(prompt + step) // block), 1), blocks) for length in completions for step in range(length)]
+  assert lengths.live_blocks(completions, prompt, block, blocks) == pytest.approx(np.mean(drawn))
 
 
 def test_lengths_come_from_a_runs_metrics(tmp_path):
@@ -867,6 +879,9 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   results |= {'Qwen3-8B with LoRA, 64 slots': plan | adapter | {'programs': {'decode': program | {'fits': False}}}}
   results |= {'Qwen3-8B with LoRA on v5e:8x8': plan | adapter}
   results['v5e:8x8 (one sample per row)'] = plan | {'settings': plan['settings'] | adapter['settings']}
+  results['v5e:8x8'] = plan | {'settings': plan['settings'] | adapter['settings']}
+  details = 'update, most cycles [compiler]:\n\n```text\n1 s in 2: add\n```\n\n| program | collective, axes |'
+  results['v5e:8x8'] |= {'report': f'THE REPORT\n\n{details}'}
   text = tpu_plan.tables(results)
   rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines() if line.startswith('|')]
   known = ['43.6', 'v5e:2x4', 'fsdp=1 × tensor=8', '32', '5.2', '7.87']
@@ -875,6 +890,7 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   assert ['32', '9.5 (does not fit)', '5.6', '0', '11', '2,909'] in rows  # 32 tokens in 11 ms.
   # 7.5 s for 2 · 8192 + 2048 + 10240 tokens.
   assert [['9.5', '7.5', '262', '715', '71']] * 2 == [row[1:] for row in rows if row[0] in ('all parameters', 'LoRA')]
+  assert not any(word in text for word in ('most cycles', 'in 2: add', 'collective, axes'))
   assert 'THE REPORT' in text and '`rollout.n=8`' in text and 'v5e:4x4: IDLE' in text
   line = next(line for line in text.splitlines() if line.startswith('| v5e:8x8'))
   cells = [cell.strip() for cell in line.split('|')[3:-1]]

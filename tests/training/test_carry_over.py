@@ -19,6 +19,7 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.models import cache as kv_cache
+from sdpo_jax.planner.simulation import SamplingSpec, SimulatedRun
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.training import carry_over, loop, saving
 from sdpo_jax.training import step as steps
@@ -157,6 +158,38 @@ def test_samples_go_on_under_the_weights_that_are_recorded(whole):
     assert 0 < line['rollout/live_rows'] <= 5 and (line['rollout/recomputed_tokens'] > 0) == (step > 0)
   drawn = sum(graded.sampling.tokens for *_, graded in whole.learned)
   assert drawn == sum(graded.rollouts.completion_mask.sum() for *_, graded in whole.learned)
+
+
+def test_the_planner_simulates_what_a_run_does(settings, whole):
+  """Of the steps that need no question after the last: the last ones draw only what is open."""
+  config, samples = whole.learned[0][0].config, {}
+  for numbers, (*_, graded) in zip(questions(whole), whole.learned, strict=True):
+    for row, group in enumerate(graded.rollouts.group):
+      own = samples.setdefault(numbers[group], ([], len(graded.prompts[group])))[0]
+      own.append(int(graded.rollouts.completion_mask[row].sum()))
+  spec = SamplingSpec(
+    shards=1,
+    max_rows=config.rollout.max_batch_rows,
+    widths=config.data.prompt_buckets or (config.data.max_prompt_length,),
+    room=config.data.max_response_length,
+    chunk=config.rollout.decode_chunk,
+    keeps_size=False,
+    questions=GROUPS,
+    n=config.rollout.n,
+    max_staleness=STALENESS,
+    held_out=0,
+    held_out_n=1,
+    test_freq=0,
+    prompts=tuple(samples[number][1] for number in sorted(samples)),
+    completions=tuple(length for number in sorted(samples) for length in samples[number][0]),
+    steps=1,
+  )
+  simulated = SimulatedRun(spec)
+  for step, (*_, graded) in enumerate(whole.learned[: STEPS - STALENESS], 1):
+    stale, own = simulated.step(step), graded.sampling
+    assert stale == [step - 1 - each[0][0] for each in graded.drawn_by]
+    for name in ('tokens', 'prompts', 'prefilled', 'recomputed', 'dispatches', 'decode_steps', 'row_steps'):
+      assert getattr(simulated.stats, name) == getattr(own, name), (step, name)
 
 
 def texts(whole: Whole) -> dict[str, list[str]]:
