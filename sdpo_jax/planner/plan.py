@@ -55,9 +55,9 @@ READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
 SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
-SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park', 'empty carried')
+SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park')
 # The phase that a kind of the sampler's programs belongs to, if not that of decoding.
-OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill', 'recompute': 'recompute', 'readmit': 'recompute'}
+OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill'} | dict.fromkeys(('recompute', 'readmit', 'park'), 'recompute')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +166,7 @@ class Scenario:
         questions=data.train_batch_size,
         n=rollout.n,
         max_staleness=rollout.max_staleness,
+        keeps_carried=rollout.carried_cache == 'kept',
         held_out=a.evaluation_questions,
         held_out_n=held_out,
         test_freq=period,
@@ -461,7 +462,6 @@ def _memory(
     'extend': 'cache',
     'empty': 'cache',
     'empty kept': 'kept prefixes',
-    'empty carried': 'carried',
     'resize': 'cache',
     'prepare': 'sampling weights',
     'prepare_base': 'sampling base',

@@ -44,6 +44,7 @@ class SamplingSpec:
   questions: int  # Of a step.
   n: int  # Samples of each.
   max_staleness: int  # `rollout.max_staleness`.
+  keeps_carried: bool  # Whether `rollout.carried_cache` is 'kept'.
   held_out: int  # Questions of an evaluation; 0: there are none.
   held_out_n: int  # Samples of each.
   test_freq: int  # Steps from one evaluation to the next.
@@ -94,6 +95,7 @@ class _Counter:
     self.shards, self.keeps_size = spec.shards, spec.keeps_size
     self._lengths, self._prompt = np.asarray(spec.completions), float(np.mean(spec.prompts))
     self.work: dict[Program, Work] = collections.defaultdict(Work)  # May be replaced by assignment.
+    self.copies = 'admit'  # Likewise; what a copy is for, unless it readmits.
 
   def _count(self, kind: str, rows: int, slots: int, turns: float = 0, blocks: float = 0, live: float = 0) -> None:
     work = self.work[kind, rows, slots]
@@ -109,7 +111,7 @@ class _Counter:
     return _cache(rows, slots)
 
   def copy(self, into: KVCache, rows: KVCache, source: Any, target: Any, count: np.ndarray) -> KVCache:
-    self._count('readmit' if rows.recent else 'admit', len(into.lengths), _slots(into), turns=int(count.max()))
+    self._count('readmit' if rows.recent else self.copies, len(into.lengths), _slots(into), turns=int(count.max()))
     return into
 
   def resize(self, cache: KVCache, source: np.ndarray, *, slots: int) -> KVCache:
@@ -174,6 +176,7 @@ class SimulatedRun:
     self._spec, self.counter = spec, _Counter(spec)
     self._groups: dict[int, _Group] = {}
     self._carried: list[Carried] = []
+    self._parked: KVCache | None = None
     self._admitted = 0
     self.total = SamplingStats()  # Its steps and tokens.
     self.stats = SamplingStats()  # Of what was drawn last.
@@ -229,7 +232,7 @@ class SimulatedRun:
         at = [index for _, index in run]
         knobs = {name: values[at] for name, values in group.request.knobs.items()}
         slots.queue.add(dataclasses.replace(group.request, first=group.request.first + at[0], knobs=knobs))
-    slots.resume(self._carried)
+    slots.resume(self._carried, self._parked)
     while left or (not asked and self._chosen(after + 1) is None):
       while slots.queue.left < slots.free and len(self._groups) < most:
         request = self._request(self._admitted, self._admitted * spec.n, spec.n)
@@ -247,6 +250,10 @@ class SimulatedRun:
         group.ended.add(index)
         group.last, group.complete = max(group.last, clock + done.new), len(group.ended) == spec.n
     self._carried, self.stats = slots.carried(), slots.stats
+    if most and spec.keeps_carried:
+      self.counter.copies = 'park'
+      self._parked = slots.parked().replace(recent=True)
+      self.counter.copies = 'admit'
     for each in self._carried:
       self._at(each.number, after)
     for name in ('decode_steps', 'tokens', 'recomputed'):

@@ -207,13 +207,11 @@ def _sampling(
   if carries == 'kept':
     rows, indices = cache(most, whole), (of_rows(most), of_rows(most), of_rows(shards))
     more, three = dict(capacity=whole, rows=most), ['batch'] * 3
-    if first.slots != whole:
-      add('empty carried', engine.empty, (), (), static=dict(rows=most, slots=whole), **more)
     for size in taken.stages:
       add('park', engine.copy, (rows, held(size), *indices), ('carried', 'cache', *three), suffix=suffix(size), **more)
     for size in taken.stages[: taken.admitting]:
       arguments, holds = (held(size), rows, *indices), ('cache', 'carried', *three)
-      add('readmit', engine.copy, arguments, holds, suffix=suffix(size), **more)
+      add('readmit', engine.copy, arguments, holds, suffix=suffix(size), capacity=size.slots, rows=most)
   if carries == 'recomputed':
     again = shards * taken.recomputed
     more = dict(capacity=whole, rows=again)

@@ -27,7 +27,8 @@ PIECE, PIECES = 64, 8
 # Rows of a shard whose unfinished samples are recomputed at once: enough tokens in a piece to use the weights well, few
 # enough that short samples seldom wait for long ones.
 RECOMPUTED = 8
-SHORTEST = 32  # A piece of these is at most 1 / SHORTEST of the longest one.
+# A piece of these is 1 / SHORTEST of the longest one, from LEAST_PIECE to PIECE tokens.
+SHORTEST, LEAST_PIECE = 32, 8
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Shares of the rows in the stages of a cache that keeps its size.
 
 
@@ -67,7 +68,7 @@ class SamplerSizes:
   @property
   def recomputed_piece(self) -> int:
     """Tokens of such a sample that go through the model at once."""
-    return max(1, min(PIECE, self.stages[-1].slots // SHORTEST))
+    return max(LEAST_PIECE, min(PIECE, self.stages[-1].slots // SHORTEST))
 
   @property
   def moves(self) -> tuple[tuple[Size, Size], ...]:

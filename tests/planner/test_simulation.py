@@ -18,6 +18,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.models import huggingface
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner import simulation, topology
+from sdpo_jax.rollout import sizes
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests.planner import planned_engines
 
@@ -31,6 +32,7 @@ SPEC = simulation.SamplingSpec(
   questions=4,
   n=8,
   max_staleness=0,
+  keeps_carried=False,
   held_out=0,
   held_out_n=1,
   test_freq=0,
@@ -107,17 +109,16 @@ def test_recomputed_samples_go_through_in_pieces():
   assert run.step(2) == [1, 1]  # The second question began beside the first.
   # Prompts of 5 tokens and the 4 that were drawn, without the newest: it is the next input.
   assert run.stats.recomputed == 2 * (5 + 4 - 1)
-  piece = (8 + 32 + 8) // 8  # An eighth of the slots.
   ((_, work),) = (item for item in run.counter.work.items() if item[0][0] == 'recompute')
-  assert (work.calls, work.turns) == (1, math.ceil(8 / piece))
+  assert (work.calls, work.turns) == (1, math.ceil(8 / sizes.LEAST_PIECE))
 
 
-@pytest.mark.parametrize('most', [0, 2])
+@pytest.mark.parametrize(('most', 'cache'), [(0, 'recomputed'), (2, 'recomputed'), (2, 'kept')])
 @pytest.mark.parametrize('config', [quickstart, qwen3_8b_livecodebench])
-def test_every_call_is_of_a_registered_program(config, most, monkeypatch):
+def test_every_call_is_of_a_registered_program(config, most, cache, monkeypatch):
   monkeypatch.setattr(planning, 'DRAWN_TOKENS', 0)  # As few steps as possible.
   config = config.get_config()
-  config.rollout.max_batch_rows, config.rollout.max_staleness = 32, most
+  config.rollout.max_batch_rows, config.rollout.max_staleness, config.rollout.carried_cache = 32, most, cache
   config.plan.mean_completion, config.plan.longest_completion = 4.0, 6.0
   policy = huggingface.describe(planned_engines.SIZES, config.model)
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())

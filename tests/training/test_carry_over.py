@@ -177,6 +177,7 @@ def test_the_planner_simulates_what_a_run_does(settings, whole):
     questions=GROUPS,
     n=config.rollout.n,
     max_staleness=STALENESS,
+    keeps_carried=False,
     held_out=0,
     held_out_n=1,
     test_freq=0,
