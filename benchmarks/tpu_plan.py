@@ -61,6 +61,7 @@ ROWS = {'actor.pack_sequences': False}
 MAIN_ROWS = f'{MAIN} (one sample per row)'
 POINTS = (
   Point(MAIN, MAIN),
+  *(Point(f'{MAIN} (max_staleness={most})', MAIN, settings={'rollout.max_staleness': most}) for most in (2, 4, 8)),
   Point(MAIN_ROWS, MAIN, settings=ROWS),
   Point('v5e:4x4', 'v5e:4x4', settings=ROWS),
   Point('v5e:16x16', 'v5e:16x16', settings=ROWS),
