@@ -188,7 +188,9 @@ class SimulatedRun:
       numbers = range((step - 1) * spec.questions, step * spec.questions)
       self._draw(step - 1, [self._request(number, number * spec.n, spec.n) for number in numbers])
       return [0] * spec.questions * spec.n
-    self._draw(step - 1)
+    self.stats = SamplingStats()
+    if self._chosen(step) is None:
+      self._draw(step - 1)
     chosen = self._chosen(step)
     for group in chosen:
       del self._groups[group.number]

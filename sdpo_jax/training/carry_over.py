@@ -26,7 +26,7 @@ from sdpo_jax.models.cache import KVCache
 from sdpo_jax.rollout.functions import cache_shardings
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.queue import Queue, Samples
-from sdpo_jax.rollout.results import Completion
+from sdpo_jax.rollout.results import Completion, SamplingStats
 from sdpo_jax.rollout.sampler import SamplingOptions, request_rollouts, rollouts_of
 from sdpo_jax.rollout.slots import RECORDS, Carried, Finished, Slots
 from sdpo_jax.training.ahead import WAITING, Ahead, SampledBatch, decoded, encoded
@@ -224,12 +224,15 @@ class CarryOver(Ahead):
       StoppedError: the run was told to stop; likewise.
     """
     config, self._step, self._after = self._config, step, step - 1
-    _, base, trainable = self._session.writer(state.trainable)
-    with timer('sample'):
-      slots = self._slots(base, trainable)
-      self._resume(slots)
-      self._turns(slots, lambda: self._next_batch() is not None, self._stop.check)
-      chosen = self._next_batch()
+    stats, chosen = SamplingStats(), self._next_batch()
+    if chosen is None:  # Else it was completed beside an evaluation, or with an earlier batch.
+      _, base, trainable = self._session.writer(state.trainable)
+      with timer('sample'):
+        slots = self._slots(base, trainable)
+        stats = slots.stats
+        self._resume(slots)
+        self._turns(slots, lambda: self._next_batch() is not None, self._stop.check)
+        chosen = self._next_batch()
     with timer('grade'):
       grading = self._open_grading()
       outcomes = grading.outcomes([sample.completion.sample for group in chosen for sample in group.samples])
@@ -241,7 +244,7 @@ class CarryOver(Ahead):
       rollouts_of_groups(chosen, self._room),
       outcomes,
       busy_s,
-      slots.stats,
+      stats,
       [sample.drawn_by for group in chosen for sample in group.samples],
     )
     numbers = tuple(group.number for group in chosen)

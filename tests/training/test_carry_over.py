@@ -155,7 +155,10 @@ def test_samples_go_on_under_the_weights_that_are_recorded(whole):
     assert line['rollout/staleness_p95'] == np.percentile(oldest, 95)
     before = sum(count for each in graded.drawn_by for after, count in each if after < step)
     assert line['rollout/older_tokens'] == before / graded.rollouts.completion_mask.sum()
-    assert 0 < line['rollout/live_rows'] <= 5 and (line['rollout/recomputed_tokens'] > 0) == (step > 0)
+    # A batch may be complete from the start, as others ended together with the one before.
+    assert line['rollout/live_rows'] <= 5 and (line['rollout/recomputed_tokens'] > 0) == (
+      step > 0 and line['rollout/live_rows'] > 0
+    )
   drawn = sum(graded.sampling.tokens for *_, graded in whole.learned)
   assert drawn == sum(graded.rollouts.completion_mask.sum() for *_, graded in whole.learned)
 
