@@ -50,15 +50,15 @@ def generate(split: str, seed: int) -> Callable[[int], Example]:
 
 
 def get_config() -> Config:
-  """Return the quickstart with room for pauses, 8 questions per step and 32 slots."""
+  """Return the quickstart with room for pauses."""
   config = quickstart.get_config()
   config.name = NAME
   config.data.train_files = config.data.val_files = (f'generator:{NAME}',)
-  config.data.train_batch_size = config.actor.ppo_mini_batch_size = 8
+  config.data.train_batch_size = config.actor.ppo_mini_batch_size = 16
   config.data.max_response_length, config.data.response_buckets = ROOM, (ROOM,)
   config.data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len = (160,), 160
-  config.rollout.max_batch_rows, config.rollout.decode_chunk, config.actor.ppo_micro_batch_size = 32, 8, 64
-  config.trainer.total_training_steps, config.trainer.test_freq = 200, 50
+  config.rollout.max_batch_rows, config.rollout.decode_chunk, config.actor.ppo_micro_batch_size = 128, 8, 128
+  config.trainer.total_training_steps, config.trainer.test_freq = 300, 50
   return config
 
 
