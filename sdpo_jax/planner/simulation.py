@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -230,10 +229,8 @@ class SimulatedRun:
     has_slot = {each.number for each in self._carried}
     for group in self._groups.values():
       waiting = [at for at in range(spec.n) if at not in group.ended and group.request.first + at not in has_slot]
-      for _, run in itertools.groupby(enumerate(waiting), lambda pair: pair[1] - pair[0]):
-        at = [index for _, index in run]
-        knobs = {name: values[at] for name, values in group.request.knobs.items()}
-        slots.queue.add(dataclasses.replace(group.request, first=group.request.first + at[0], knobs=knobs))
+      for part in group.request.parts(waiting):
+        slots.queue.add(part)
     slots.resume(self._carried, self._parked)
     while left or (not asked and self._chosen(after + 1) is None):
       while slots.queue.left < slots.free and len(self._groups) < most:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -40,6 +41,13 @@ class Samples:
 
   def __len__(self) -> int:
     return len(self.knobs['max_tokens'])
+
+  def parts(self, indices: Iterable[int]) -> Iterator[Samples]:
+    """Yield those of the samples at `indices`, in order; each part is a run of consecutive ones."""
+    for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
+      at = [index for _, index in run]
+      knobs = {name: values[at] for name, values in self.knobs.items()}
+      yield dataclasses.replace(self, first=self.first + at[0], knobs=knobs)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import itertools
 from typing import Any, Unpack
 
 import numpy as np
@@ -363,11 +362,10 @@ class CarryOver(Ahead):
       self._admitted += 1
     slots.closed = not self._may_open()
 
-  def _add(self, number: int, example: Example, begun: int) -> OpenGroup:
+  def _add(self, number: int, example: Example, begun: int) -> None:
     prompt = prompt_tokens(self._tokenizer, example, prompt_spec(self._config))
     self._groups[number] = new_group(number, example, self._request(number, prompt), begun)
     self._examples[number] = example
-    return self._groups[number]
 
   def _resume(self, slots: Slots) -> None:
     """Give the samples of open groups their slots, and let the others wait."""
@@ -381,10 +379,8 @@ class CarryOver(Ahead):
           carried.append(Carried(group.request, first + index, *sample.slot, drawn.tokens, records))
         elif not sample.done:
           waiting.append(index)
-      for _, run in itertools.groupby(enumerate(waiting), lambda pair: pair[1] - pair[0]):
-        indices = [index for _, index in run]
-        knobs = {name: values[indices] for name, values in group.request.knobs.items()}
-        slots.queue.add(dataclasses.replace(group.request, first=first + indices[0], knobs=knobs))
+      for part in group.request.parts(waiting):
+        slots.queue.add(part)
     slots.resume(carried, self.parked)
 
   def _at(self, drawn: Carried | Finished) -> tuple[OpenGroup, int]:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 
 import jax
 import numpy as np
 
+from sdpo_jax.config import Config
 from sdpo_jax.learning import batching
 from sdpo_jax.models.forward import forward
+
+
+def changed(config: Config, **changes) -> Config:
+  """Return a copy with other values, by names with `__` for dots."""
+  config = copy.deepcopy(config)
+  for name, value in changes.items():
+    *sections, leaf = name.split('__')
+    setattr(functools.reduce(getattr, sections, config), leaf, value)
+  return config.validate()
 
 
 class Killed(BaseException):

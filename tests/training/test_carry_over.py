@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -27,7 +26,7 @@ from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.carry_over import OpenGroup, OpenSample, learned_next
 from tests import tiers, tiny
 from tests.resumed_runs import start_two
-from tests.training import cartridge_runs
+from tests.training import cartridge_runs, compared_runs
 from tests.training.compared_runs import Killed, lines, log_probs
 
 STEPS, GROUPS, STALENESS = 6, 2, 2
@@ -57,12 +56,8 @@ def one_device(monkeypatch):
 
 
 def changed(config: Config, **changes) -> Config:
-  """Return settings with samples that carry over, and with these changes, as in `section__name=value`."""
-  config = copy.deepcopy(config)
-  for path, value in {'rollout__max_staleness': STALENESS, **changes}.items():
-    *sections, name = path.split('__')
-    setattr(functools.reduce(getattr, sections, config), name, value)
-  return config.validate()
+  """Return settings with samples that carry over, and with these changes."""
+  return compared_runs.changed(config, **{'rollout__max_staleness': STALENESS, **changes})
 
 
 @dataclasses.dataclass

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 import itertools
 import json
 import types
@@ -37,6 +35,7 @@ from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiers, tiny
 from tests.generation_batches import make_config, make_samples, per_token
 from tests.local_server import Answer, Server, dead_address
+from tests.training.compared_runs import changed
 from tests.updates import make_model, run, settings
 
 HYBRID = {
@@ -187,15 +186,6 @@ def tiny_settings(tmp_path_factory) -> Config:
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
-
-
-def changed(config: Config, **changes) -> Config:
-  """Return a copy with other values, by names with `__` for dots."""
-  config = copy.deepcopy(config)
-  for name, value in changes.items():
-    *sections, leaf = name.split('__')
-    setattr(functools.reduce(getattr, sections, config), leaf, value)
-  return config.validate()
 
 
 def lines(workdir) -> list[dict]:
