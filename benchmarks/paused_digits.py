@@ -56,9 +56,11 @@ def get_config() -> Config:
   config.data.train_files = config.data.val_files = (f'generator:{NAME}',)
   config.data.train_batch_size = config.actor.ppo_mini_batch_size = 16
   config.data.max_response_length, config.data.response_buckets = ROOM, (ROOM,)
+  config.data.val_max_samples = 512
   config.data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len = (160,), 160
-  config.rollout.max_batch_rows, config.rollout.decode_chunk, config.actor.ppo_micro_batch_size = 128, 8, 128
-  config.trainer.total_training_steps, config.trainer.test_freq = 300, 50
+  config.rollout.max_batch_rows, config.rollout.decode_chunk = 256, 8  # Slots for the samples of two batches.
+  config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 8, True
+  config.trainer.total_training_steps, config.trainer.test_freq = 300, 100
   return config
 
 
