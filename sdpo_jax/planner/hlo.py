@@ -6,18 +6,17 @@ instructions carry `estimated_cycles`, and loops carry their bounds. Everything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import math
 import re
-from typing import Literal
 
 import numpy as np
 
 # A loop in jax.named_scope('at_most_12') or 'about_12', without a constant bound, counts as 12 trips.
 SCOPE = re.compile(r'\b(?:at_most|about)_(\d+)\b')
-CHEAPEST = re.compile(r'\bcheapest/cond$')  # A conditional in this scope counts as its cheapest branch.
+CASE = re.compile(r'\bif_(\w+)/cond$')  # A conditional whose cheapest branch counts unless the case is usual.
 ITEM_BITS = {
   'pred': 8,
   **dict.fromkeys(('s2', 'u2'), 2),
@@ -269,13 +268,14 @@ class Trace:
   unbounded: list[Instruction]
 
 
-def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 'cheapest'] = 'dearest') -> Trace:
+def trace(module: Module, *, unknown_trips: int = 1, cases: Collection[str] = ()) -> Trace:
   """Walk the call graph from the entry computation.
 
   Args:
     module: a module from `parse`.
     unknown_trips: trips of a loop without a known bound.
-    branch: which branch of a conditional to count.
+    cases: scopes `if_…` of conditionals whose dearest branch counts; of other such the cheapest does. Without such a
+      scope it is the dearest.
   """
   executions: list[Execution] = []
   unbounded: list[Instruction] = []
@@ -301,8 +301,8 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
           trips = unknown_trips
         times = count * trips
       elif instruction.opcode == 'conditional':
-        dearest = branch == 'dearest' and not CHEAPEST.search(instruction.op_name)
-        called = [(max if dearest else min)(called, key=weight)]
+        case = CASE.search(instruction.op_name)
+        called = [(min if case and case[1] not in cases else max)(called, key=weight)]
       for name in called:
         visit(_Frame(module.computations[name], frame, instruction), times)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 import dataclasses
 import math
-from typing import Literal
 
 from sdpo_jax.models.attention import decode_kernel
 from sdpo_jax.planner import hlo, kernels
@@ -36,15 +35,15 @@ class StepReads:
     return self.weights + self.recent + self.rest + self.chunk + self.strays + self.cache(filled)
 
 
-def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest']) -> StepReads:
+def of_step(module: hlo.Module, steps: int, cases: Collection[str]) -> StepReads:
   """Return the bytes that a step of a decode loop reads.
 
   Args:
     module: the compiled program `decode.advance`.
     steps: its maximum number of steps.
-    branch: which branch of a conditional to count.
+    cases: as in `hlo.trace`.
   """
-  once, never = (hlo.reads(hlo.trace(module, unknown_trips=trips, branch=branch)) for trips in (1, 0))
+  once, never = (hlo.reads(hlo.trace(module, unknown_trips=trips, cases=cases)) for trips in (1, 0))
   outside = _by_kind(never)
   inside = {kind: size - outside[kind] for kind, size in _by_kind(once).items()}
   # Keys and values are [layers, rows, heads, slots, head_dim], scales [layers, rows, heads, 1, slots].

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -24,7 +25,6 @@ from sdpo_jax.distributed.mesh import FSDP, TENSOR
 
 BLOCK = 128  # Tokens of a block of the two-level draw if no number of blocks divides the vocabulary.
 BINS, CANDIDATES = 128, 4  # A shard's tokens fall into bins, and the likeliest of each bin are candidates.
-CHEAPEST = 'cheapest'  # Scope of conditionals whose other branch is rarely taken, for the planner.
 SHARDS = 16  # The vocabulary may be sharded over this many devices, or a divisor of it, without splitting a block.
 
 
@@ -109,15 +109,15 @@ def sample(
   def drawn() -> tuple[jax.Array, jax.Array]:
     scaled = shifted / temperature[:, None]
     # Exponentials are recomputed only if the temperature of a row is not 1.
-    weights = lax.cond(jnp.all(temperature == 1), lambda: model_weights, lambda: jnp.exp(scaled))
+    weights = _where('tempered', jnp.any(temperature != 1), lambda: jnp.exp(scaled), lambda: model_weights)
     weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights, mesh=mesh, live=live)
     return draw(weights, noise(keys, position)), jnp.sum(weights, axis=-1)
 
   def nothing_drawn() -> tuple[jax.Array, jax.Array]:
     return jnp.zeros(greedy.shape, jnp.int32), jnp.ones_like(temperature)
 
-  token, total = lax.cond(jnp.all(greedy), nothing_drawn, drawn)
-  token = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), token), lambda: token)
+  token, total = _where('drawn', ~jnp.all(greedy), drawn, nothing_drawn)
+  token = _where('greedy', jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), token), lambda: token)
   shifted_at = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0]
   return Draw(
     token=token,
@@ -125,6 +125,14 @@ def sample(
     model_log_prob=shifted_at - jnp.log(model_total),
     entropy=entropy,
   )
+
+
+def _where(
+  case: str, holds: jax.Array, then: Callable[..., Any], otherwise: Callable[..., Any], *operands: jax.Array
+) -> Any:
+  """Return `lax.cond` in a scope by which the planner knows whether a run's settings make the case hold."""
+  with jax.named_scope(f'if_{case}'):
+    return lax.cond(holds, then, otherwise, *operands)
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
@@ -178,8 +186,7 @@ def truncate(
     if mesh is None:
       return exactly()
     low, proven = _by_candidates(weights, target.astype(jnp.float32), active, mesh, by_mass=by_mass)
-    with jax.named_scope(CHEAPEST):
-      return lax.cond(jnp.all(proven), lambda: _from(weights, low, active), exactly)
+    return _where('unproven', ~jnp.all(proven), exactly, lambda: _from(weights, low, active))
 
   def first_by_count(weights: jax.Array) -> jax.Array:
     return cut(weights, top_k, by_count, lambda: _top_k(scaled, weights, top_k, by_count), by_mass=False)
@@ -191,8 +198,8 @@ def truncate(
     spare = (1 - top_p) * total
     return cut(weights, target, by_mass, lambda: _top_p(scaled, weights, target, spare, by_mass), by_mass=True)
 
-  weights = lax.cond(jnp.any(by_count), first_by_count, lambda w: w, weights)
-  weights = lax.cond(jnp.any(by_mass), first_by_mass, lambda w: w, weights)
+  weights = _where('top_k', jnp.any(by_count), first_by_count, lambda w: w, weights)
+  weights = _where('top_p', jnp.any(by_mass), first_by_mass, lambda w: w, weights)
   return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
@@ -250,8 +257,7 @@ def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.
 
   # Tokens of weight 0 are never drawn, whether kept or not.
   several = active & (low > 0) & (_count(_between(weights, low, high)) > 1)
-  with jax.named_scope(CHEAPEST):
-    return lax.cond(jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
+  return _where('tied', jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
 
 
 def _top_p(scaled: jax.Array, weights: jax.Array, target: jax.Array, spare: jax.Array, active: jax.Array) -> jax.Array:
@@ -279,8 +285,7 @@ def _top_p(scaled: jax.Array, weights: jax.Array, target: jax.Array, spare: jax.
     return jnp.where(above | likelier | tied & (rank >= cut[:, None]) | ~active[:, None], weights, 0.0)
 
   several = active & (_count(_between(weights, low, high)) > 1)
-  with jax.named_scope(CHEAPEST):
-    return lax.cond(jnp.any(several), last_by_number, lambda: _from(weights, low, active))
+  return _where('tied', jnp.any(several), last_by_number, lambda: _from(weights, low, active))
 
 
 def _by_candidates(

@@ -185,7 +185,7 @@ def test_an_unknown_loop_is_named_and_a_scope_bounds_it():
   assert [loop.name for loop in hlo.trace(hlo.parse(around)).unbounded] == ['while.4']
 
 
-def test_the_dearest_branch_counts_unless_a_scope_says_that_the_cheapest_is_usual():
+def test_the_dearest_branch_counts_unless_its_scope_names_a_case_that_does_not_hold():
   text = """HloModule t
 
 %dear (a: f32[8]) -> f32[8] {
@@ -204,9 +204,9 @@ ENTRY %main (x: f32[8], at: s32[]) -> f32[8] {
   ROOT %chosen = f32[8]{0} conditional(%at, %x, %x), branch_computations={%dear, %cheap}, metadata={op_name="jit(f)/SCOPE/cond"}
 }
 """
-  for scope, branch, cycles in (('other', 'dearest', 100), ('other', 'cheapest', 10), ('cheapest', 'dearest', 10)):
-    assert hlo.cycles(hlo.trace(hlo.parse(text.replace('SCOPE', scope)), branch=branch)) == cycles
-  inside = text.replace('SCOPE', 'cheapest/cond/branch_0_fun')
+  for scope, cases, cycles in (('other', (), 100), ('if_tied', ('tied',), 100), ('if_tied', ('top_k',), 10)):
+    assert hlo.cycles(hlo.trace(hlo.parse(text.replace('SCOPE', scope)), cases=cases)) == cycles
+  inside = text.replace('SCOPE', 'if_tied/cond/branch_0_fun')
   assert hlo.cycles(hlo.trace(hlo.parse(inside))) == 100
 
 

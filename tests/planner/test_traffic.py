@@ -119,7 +119,7 @@ ENTRY %main (a: bf16[64,32], b: bf16[9,16,32], c: bf16[9,8,1,2048,128], d: f32[9
 
 @pytest.fixture(scope='module')
 def step():
-  return traffic.of_step(hlo.parse(DECODE), 32, 'cheapest')
+  return traffic.of_step(hlo.parse(DECODE), 32, ())
 
 
 def test_weights_are_read_once_a_step_and_looked_up_rows_alone(step):
@@ -137,7 +137,7 @@ def test_the_cache_is_read_in_whole_blocks_as_far_as_it_is_filled(step):
 
 
 def test_rows_out_of_use_are_not_read(step):
-  fewer = traffic.of_step(hlo.parse(DECODE.replace('= f32[8,1,16,128]', '= f32[2,1,16,128]')), 32, 'cheapest')
+  fewer = traffic.of_step(hlo.parse(DECODE.replace('= f32[8,1,16,128]', '= f32[2,1,16,128]')), 32, ())
   assert (fewer.slot, fewer.recent) == (step.slot / 4, step.recent / 4)
 
 
@@ -146,7 +146,7 @@ def test_what_else_reads_the_cache_is_a_stray(step):
   turned = DECODE.replace(
     '%cache_attention.1 = f32', '%turned = bf16[9,8,1,2048,128]{3,4,2,1,0} copy(%cache)\n  %z = f32'
   )
-  assert traffic.of_step(hlo.parse(turned), 32, 'cheapest').strays >= 9 * 9 * 8 * 2048 * 128 * 2
+  assert traffic.of_step(hlo.parse(turned), 32, ()).strays >= 9 * 9 * 8 * 2048 * 128 * 2
 
 
 def test_copies_count_where_they_make_an_array():

@@ -234,7 +234,7 @@ def test_shards_that_prove_a_threshold_exchange_candidates_once():
     for shape, dtype in (((16, 4096), jnp.float32), ((16,), jnp.int32), ((16,), jnp.float32), ((16,), jnp.float32))
   )
   text = truncate.lower(logits, *knobs, mesh=mesh).compile().as_text()
-  sent = hlo.collectives(hlo.trace(hlo.parse(text)), dict(mesh.shape))
+  sent = hlo.collectives(hlo.trace(hlo.parse(text), cases=('top_k', 'top_p')), dict(mesh.shape))
   assert {(each.kind, *each.axes): each.count for each in sent} == {
     ('all-gather', 'tensor'): 2,  # Candidates of top-k and of top-p.
     ('all-reduce', 'tensor'): 1,  # The total, of which top-p is a part.
