@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import re
 import time
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.distributed import programs as registry
 from sdpo_jax.errors import UserError
@@ -46,6 +48,7 @@ HOP = 0.7e-6
 # Host time between two chunks of a decode loop, and additional time per row: waiting for the results, finding finished
 # rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
+BATCHES = 16  # Over which updates are averaged: a batch's longest sample decides its micro-batches.
 DRAWN_TOKENS = 25e6  # Of completions, in a simulation of sampling.
 # Memory that is always in use, whichever program runs.
 RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base')
@@ -141,9 +144,14 @@ class Scenario:
   assumptions: Assumptions
 
   @functools.cached_property
-  def samples(self) -> workload.SampleLengths:
-    """The samples of a generation batch, with the assumed lengths."""
-    return drawn_samples(self.config, self.assumptions)
+  def batches(self) -> list[workload.SampleLengths]:
+    """Generation batches with the assumed lengths."""
+    return drawn_batches(self.config, self.assumptions, BATCHES)
+
+  @functools.cached_property
+  def completions(self) -> np.ndarray:
+    """Tokens of the completions of all batches."""
+    return np.concatenate([samples.completion for samples in self.batches])
 
   def sampling(self, keeps_size: bool) -> simulation.SimulatedSampling:
     """Return the work of the sampler; `keeps_size` is that of `rollout.functions.SamplerFunctions`."""
@@ -234,7 +242,7 @@ class Plan:
   update_mfu: float  # Of live tokens, as everywhere: padding does not count.
   step_mfu: float
   fill: dict[str, float]  # Live fraction: 'rows' and 'tokens' of the update, 'sampler' of the rows of decode steps.
-  micro_batches: dict[str, int]  # Per generation batch: executions by program of the required shape.
+  micro_batches: dict[str, float]  # Per generation batch: executions by program of the required shape.
   device_hours_per_100_steps: float
   cost_per_100_steps: float
   bottleneck: str
@@ -306,7 +314,8 @@ def make(
   scenario = Scenario(config, topology.chip, mesh, assumptions)
   reader = teacher or self_teacher(policy, teacher_spec(config))
   share = batching.shares_prompts(batch_spec(config), *reader.readers(policy, teacher_spec(config)))
-  work = workload.of_batch(config, policy, scenario.samples, mesh.size, share, reader.policy)
+  works_of = (workload.of_batch(config, policy, each, mesh.size, share, reader.policy) for each in scenario.batches)
+  work = functools.reduce(operator.add, works_of)
   used = workload.used(found, work)
   draws = config.rollout.sampled_by != 'data' and (only is None or {'prefill', 'decode'} <= set(only))
   sampling = scenario.sampling(policy.reads_filled) if draws else None
@@ -357,21 +366,24 @@ def make(
   return made
 
 
-def drawn_samples(config: Config, assumptions: Assumptions) -> workload.SampleLengths:
-  """Return samples of the assumed lengths, equal at every call: quantiles of log-normal lengths in a random order."""
-  data, n, a = config.data, config.rollout.n, assumptions
-  count, shuffle = data.train_batch_size * n, np.random.default_rng(0).permutation
-  prompt = lengths.quantiles(a.mean_prompt, data.max_prompt_length, count // n, lengths.PROMPT_SPREAD)
-  prompt = np.repeat(shuffle(prompt), n)
-  completion = shuffle(lengths.quantiles(a.mean_completion, a.longest_completion, count, a.completion_spread))
+def drawn_batches(config: Config, assumptions: Assumptions, count: int) -> list[workload.SampleLengths]:
+  """Return batches of the assumed lengths, equal at every call: quantiles of log-normal lengths in a random order."""
+  data, n, a, shuffle = config.data, config.rollout.n, assumptions, np.random.default_rng(0).permutation
+  questions, samples = data.train_batch_size * count, data.train_batch_size * count * n
+  prompt = np.repeat(
+    shuffle(lengths.quantiles(a.mean_prompt, data.max_prompt_length, questions, lengths.PROMPT_SPREAD)), n
+  )
+  completion = shuffle(lengths.quantiles(a.mean_completion, a.longest_completion, samples, a.completion_spread))
   limit = declared_buckets(config).reprompt[-1]
-  reprompt = shuffle(lengths.quantiles(a.mean_reprompt, limit, count, lengths.PROMPT_SPREAD))
-  return workload.SampleLengths(
+  reprompt = shuffle(lengths.quantiles(a.mean_reprompt, limit, samples, lengths.PROMPT_SPREAD))
+  whole = workload.SampleLengths(
     prompt=prompt,
     completion=completion,
     reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
-    trained=shuffle(np.arange(count) < max(round(a.trained_fraction * count), 1)),
+    trained=shuffle(np.arange(samples) < max(round(a.trained_fraction * samples), 1)),
   )
+  split = {name: np.split(values, count) for name, values in vars(whole).items()}
+  return [workload.SampleLengths(**{name: parts[at] for name, parts in split.items()}) for at in range(count)]
 
 
 def compiled_for(
@@ -537,8 +549,8 @@ def estimated(
   total = sum(memory.values())
   estimate = Estimate(name, memory, total, fits=total <= chip.hbm_gib)
   module = hlo.parse(answer.text)
-  branch = 'cheapest' if program.kind == 'decode' and not _truncates(scenario.config, program) else 'dearest'
-  once = hlo.trace(module, unknown_trips=1, branch=branch)
+  cases = sampled_cases(scenario.config.val_kwargs if program.evaluation else scenario.config.rollout)
+  once = hlo.trace(module, unknown_trips=1, cases=cases)
   estimate.hottest = [
     {'op_name': name, 'seconds': taken / chip.clock, 'times': count} for name, taken, count in hlo.hottest(once, 12)
   ]
@@ -549,18 +561,18 @@ def estimated(
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
   # Cost per step of the loop: one more iteration without one-time costs.
-  none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), scenario)
+  none = _costs(hlo.trace(module, unknown_trips=0, cases=cases), scenario)
   turn = _minus(_costs(once, scenario), none)
   # A step's kernels attend to the cache and to the chunk's own tokens.
   estimate.step_kernels = [kernels.decode_kernel(kernel, chip) for kernel in turn.decoding]
   if program.kind == 'decode':
     # Between two chunks the host checks every row while the device waits.
     none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
-    estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
+    estimate.step_reads = traffic.of_step(module, program.static['steps'], cases)
   estimate.call_seconds, estimate.turn_seconds = sum(none.sources.values()), sum(turn.sources.values())
   _fill(estimate, none, 1)
   turns = program.static.get('steps', 1)
-  busy = functools.partial(lengths.live_blocks, scenario.samples.completion, scenario.assumptions.mean_prompt)
+  busy = functools.partial(lengths.live_blocks, scenario.completions, scenario.assumptions.mean_prompt)
   turn.sources['cache'] = sum(each.seconds(busy(each.block, each.blocks)) for each in estimate.step_kernels)
   _fill(estimate, turn, turns)
   estimate.busy_step_seconds = estimate.seconds / turns if program.kind == 'decode' else None
@@ -583,10 +595,17 @@ def _described(buffer: hlo.Buffer) -> dict[str, Any]:
   return {**named, 'gib': buffer.bytes / GIB, 'times': buffer.count}
 
 
-def _truncates(config: Config, program: registry.Program) -> bool:
-  """Return whether sampling is truncated, which takes the more expensive branches of the loop."""
-  knobs = config.val_kwargs if program.evaluation else config.rollout
-  return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
+def sampled_cases(knobs: SamplingConfig) -> set[str]:
+  """Return the cases of `rollout.sampling` that hold with these settings."""
+  drawn = knobs.temperature > 0
+  held = {
+    'drawn': drawn,
+    'greedy': not drawn,
+    'tempered': drawn and knobs.temperature != 1,
+    'top_k': drawn and knobs.top_k > 0,
+    'top_p': drawn and knobs.top_p < 1,
+  }
+  return {case for case, holds in held.items() if holds}
 
 
 @dataclasses.dataclass
@@ -667,7 +686,7 @@ def _summary(
   sampling: simulation.SimulatedSampling | None,
   works: Mapping[str, Works],
 ) -> Plan:
-  samples, chips = scenario.samples, scenario.mesh.size
+  chips = scenario.mesh.size
   phases = phase_seconds(scenario, estimates, used, works)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
@@ -679,10 +698,12 @@ def _summary(
     # Counted as one forward pass over all tokens of a completion and its prompt.
     'decode': sum(
       forward_flops(policy, 1, prompt + completion, completion)
+      for samples in scenario.batches
       for prompt, completion in zip(samples.prompt.tolist(), samples.completion.tolist(), strict=True)
     ),
   }
-  drawn = int(samples.completion.sum())
+  useful = {phase: flops / work.batches for phase, flops in useful.items()}
+  drawn = scenario.completions.sum() / work.batches
   decoding, totals = _decoding(estimates, works), {} if sampling is None else vars(sampling)
 
   def rate(flops: float, seconds: float) -> float:
@@ -713,7 +734,9 @@ def _summary(
       'sampler': sum(each['live_rows'] * each['steps'] for each in decoding)
       / max(sum(each['rows'] * each['steps'] for each in decoding), 1),
     },
-    micro_batches=dict(collections.Counter(name for names in used.values() for name in names)),
+    micro_batches={
+      name: ran / work.batches for name, ran in collections.Counter(itertools.chain(*used.values())).items()
+    },
     device_hours_per_100_steps=hours,
     cost_per_100_steps=hours * scenario.assumptions.price,
     bottleneck=_bottleneck(phases),
@@ -812,7 +835,8 @@ def phase_seconds(
   Args:
     scenario: the run.
     estimates: estimates by label or name.
-    used: programs from `workload.used`. A micro-batch whose program has no estimate takes the time of the largest.
+    used: programs from `workload.used`, of all batches of the scenario. A micro-batch whose program has no estimate
+      takes the time of the largest.
     works: from `sampling_work`; likewise.
     rate: seconds that kernels take per second of the bound of their schedule.
   """
@@ -827,7 +851,7 @@ def phase_seconds(
     return math.nan if estimate.error is not None else estimate.seconds + stalled
 
   def micro_batches(kind: str) -> float:
-    return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind])
+    return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind]) / len(scenario.batches)
 
   def sampling(phase: str, copies: float) -> dict[str, float]:
     if not (works.get(phase) or copies == 1) or not (works and have('prefill', 'decode')):

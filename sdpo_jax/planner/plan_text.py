@@ -270,7 +270,7 @@ def _micro_batches(plan: Plan) -> str:
   """Return which programs a step's micro-batches run, and whether they were planned."""
   names = {estimate.name for estimate in plan.programs.values()}
   ran = ', '.join(
-    f'{count} × {name}' + ('' if name in names else ' (taken as the largest)')
+    f'{_number(count)} × {name}' + ('' if name in names else ' (taken as the largest)')
     for name, count in plan.micro_batches.items()
     if name.partition('/')[0] in plan.phases
   )

@@ -35,7 +35,7 @@ class SampleLengths:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """The update and scoring passes of a generation batch."""
+  """The update and scoring passes of one or several generation batches."""
 
   updates: tuple[Shape, ...]  # One per micro-batch.
   scores: tuple[Shape, ...]
@@ -47,6 +47,10 @@ class Workload:
   useful_flops: float  # Operations in updates that live tokens require.
   scored_flops: float  # The same for scoring.
   reference_flops: float  # The same for scoring by a reference policy.
+  batches: int = 1
+
+  def __add__(self, other: Workload) -> Workload:
+    return Workload(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 def of_batch(

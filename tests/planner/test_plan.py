@@ -354,7 +354,7 @@ def test_useful_operations_of_the_papers_update():
 
 
 def lengths_of(config):
-  return planning.drawn_samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']))
+  return planning.drawn_batches(config, planning.Assumptions.of(config, topology.CHIPS['v5e']), 1)[0]
 
 
 @pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 4), (2048.0, 1)])
@@ -365,6 +365,7 @@ def test_micro_batches_are_those_of_the_runs_own_batching(mean, micro):
   """
   config = qwen3_8b_chemistry.get_config()
   config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 64, True
+  config.data.response_buckets, config.data.reprompt_buckets = (1024, 4096, 8192), (2560, 10240)
   config.plan.mean_completion = config.plan.longest_completion = mean
   policy, _ = model.read(config)
   samples = lengths_of(config)
@@ -449,8 +450,8 @@ def test_a_step_adds_up():
   expected = {
     'prefill': 1 + 4 * 2,
     'decode': 3 * 60 + 90 * 2 + 2 * 50 + 10,
-    'score': 4 * 3,
-    'update': 1 + 1 + 8 + 8,
+    'score': 4 * 3 / planning.BATCHES,  # Those of updates are of so many batches.
+    'update': (1 + 1 + 8 + 8) / planning.BATCHES,
     'optimizer': 0.1 + 0.2 + 0.3,
     'evaluation': 1 / 5 + 0.5 * 50 + 7 + 5 * 2,
   }
