@@ -73,9 +73,10 @@ class Measure:
   metric: str  # Pattern of the metric's name in metrics.jsonl.
   label: str  # Label of the figure's axis.
   share: bool = True  # The metric lies between 0 and 1 and is shown in per cent.
+  digits: int = 3  # After the point, if it is no share.
 
   def written(self, value: float) -> str:
-    return f'{value:.0%}' if self.share else f'{value:.3f}'
+    return f'{value:.0%}' if self.share else f'{value:.{self.digits}f}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +130,8 @@ def _grid(method: str, config: str, rates: Sequence[float]) -> list[Arm]:
 
 AROUND = (3e-4, 3e-3)  # Neighbours of the learning rate of `SDPO` and `GRPO`, 1e-3.
 ACCURACY = Measure('accuracy', r'eval/[^/]+/mean@\d+', 'held-out accuracy, sampled')
-AGE = Measure('staleness', 'rollout/staleness_mean', 'updates since the first token', share=False)
-OLDEST = Measure('oldest', 'rollout/staleness_max', 'updates since the first token', share=False)
+AGE = Measure('staleness', 'rollout/staleness_mean', 'updates since the first token', share=False, digits=1)
+OLDEST = Measure('oldest', 'rollout/staleness_max', 'updates since the first token', share=False, digits=0)
 WORDS = Measure('words', r'eval/[^/]+/acc/mean@\d+', 'words right, sampled')
 GREEDY = dataclasses.replace(ACCURACY, label='questions answered, greedily')
 ON_STUDENT = Measure('kl_on_student', r'eval/[^/]+/kl_on_student', 'KL on student text, nats per token', share=False)
@@ -330,7 +331,6 @@ STUDIES = {
       Column('staleness, mean', AGE, lambda curve: float(np.mean(list(curve.values()))), spread=False),
       Column('largest', OLDEST, lambda curve: max(curve.values()), spread=False),
     ),
-    interval=True,
   ),
 }
 

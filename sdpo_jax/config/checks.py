@@ -46,7 +46,8 @@ TEMPLATE_ARGUMENTS = (
 FEEDBACK_FIELDS = ('attempt', 'prompt', 'output')
 FIREWORKS_MOST = 5  # Maximum number of log-probs per position.
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth', 'score')
-CHANGES = ('tokenizer', 'model', 'data', 'graders')  # Changes a resumed run may accept, see overrides.ACCEPTABLE.
+# Changes a resumed run may accept, see overrides.ACCEPTABLE.
+CHANGES = ('tokenizer', 'model', 'data', 'graders', 'evaluation')
 LONGEST_ROUND = 10**6  # Maximum number of turns in a round, in which every source has exactly its share.
 _DISTILLATION = 'actor.self_distillation'
 

@@ -68,9 +68,11 @@ RESUMABLE = (
 )
 
 EXTENDED = 'Completions of the first steps after the old end are not drawn as far ahead as in an uninterrupted run'
-# Settings that decide, with samples that carry over, which of them a step learns from: evaluations share their slots.
-ORDERING = ('rollout.max_batch_rows', 'rollout.decode_chunk', 'mesh', 'trainer.test_freq', 'trainer.val_before_train')
-ORDERING += ('val_kwargs', 'data.val_files', 'data.val_max_samples')
+# Settings that decide, with samples that carry over, which of them a step learns from: evaluations share their slots,
+# and buckets and attention how often slots are filled again.
+EVALUATION = ('trainer.test_freq', 'val_kwargs', 'data.val_max_samples')  # The questions are compared by content.
+ORDERING = ('rollout.max_batch_rows', 'rollout.decode_chunk', 'mesh', 'data.prompt_buckets', 'model.attention')
+ORDERING += EVALUATION
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
 # Further settings that may differ, but are announced if they do: the consequence of a change → the settings.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -111,6 +113,7 @@ ACCEPTABLE: dict[str, tuple[str, ...]] = {
   ),
   'data': ('data.train_files', 'data.environment'),
   'graders': ('environments',),
+  'evaluation': EVALUATION,
 }
 
 # Hints added to a refused setting whose name alone does not suggest a remedy.

@@ -699,8 +699,9 @@ class TrainerConfig:
     (),
     'Resume although some of these have changed since the run was saved: tokenizer, model (its config.json, '
     'model.path, model.lora.path and, with actor.kl_loss_coef or an adapter, weights), data (rows, data.train_files '
-    'and data.environment, the document of a cartridge), graders (their code and all of environments.*). Accepted '
-    'changes are logged and kept in fingerprint.json.',
+    'and data.environment, the document of a cartridge), graders (their code and all of environments.*), evaluation '
+    '(what is asked and when, which with rollout.max_staleness decides the order of samples). Accepted changes are '
+    'logged and kept in fingerprint.json.',
   )
   max_ckpt_to_keep: int = setting(2, 'Number of latest checkpoints to keep.', Range(above=0, unit='checkpoints'))
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')

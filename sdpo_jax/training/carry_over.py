@@ -201,6 +201,7 @@ class CarryOver(Ahead):
     self._room = declared_buckets(session.config).response[-1]
     self._step = self._admitted = self._clock = 0  # As in `OpenGroups`.
     self._after = 0  # The step after which the weights are that draw now.
+    self._beside = SamplingStats()  # Work of evaluations since the last batch, that beside them included.
     self._groups: dict[int, OpenGroup] = {}  # By number.
     self._asked: list[Example] = []  # The newest batch of questions.
     self._positions: dict[int, Mapping[str, Any]] = {}  # The iterator's before each batch of questions in use.
@@ -223,15 +224,14 @@ class CarryOver(Ahead):
       StoppedError: the run was told to stop; likewise.
     """
     config, self._step, self._after = self._config, step, step - 1
-    stats, chosen = SamplingStats(), self._next_batch()
+    stats, self._beside, chosen = self._beside, SamplingStats(), self._next_batch()
     if chosen is None:  # Else it was completed beside an evaluation, or with an earlier batch.
       _, base, trainable = self._session.writer(state.trainable)
       with timer('sample'):
         slots = self._slots(base, trainable)
-        stats = slots.stats
         self._resume(slots)
         self._turns(slots, lambda: self._next_batch() is not None, self._stop.check)
-        chosen = self._next_batch()
+        stats, chosen = stats + slots.stats, self._next_batch()
     with timer('grade'):
       grading = self._open_grading()
       outcomes = grading.outcomes([sample.completion.sample for group in chosen for sample in group.samples])
@@ -282,6 +282,7 @@ class CarryOver(Ahead):
       slots.queue.add(each)
     self._resume(slots)
     self._turns(slots, lambda: not other.left, between, other)
+    self._beside += slots.stats
     self._held = self._snapshot()
     return request_rollouts(request, completions)
 
@@ -392,9 +393,11 @@ class CarryOver(Ahead):
     """Note what the weights of now have drawn of a sample; return its group."""
     group, index = self._at(drawn)
     sample = group.samples[index]
-    more = len(drawn.tokens) - sum(count for _, count in sample.drawn_by)
+    counts = dict(sample.drawn_by)
+    if more := len(drawn.tokens) - sum(counts.values()):
+      counts[self._after] = counts.get(self._after, 0) + more
     completion = dataclasses.replace(sample.completion, tokens=drawn.tokens, **drawn.records)
-    drawn_by = (*sample.drawn_by, *([(self._after, more)] if more else []))
+    drawn_by = tuple(counts.items())
     group.samples[index] = OpenSample(completion, drawn_by, **fields)
     return group
 
@@ -513,5 +516,7 @@ class CarryOver(Ahead):
           text=rollouts.text[row],
         )
         slot = saved['slot'][row]
+        if slot is not None:  # Evaluations may have become smaller, and with them the slots.
+          self._rows = max(self._rows, (slot[1] + 1) * self._session.mesh.shape[meshes.FSDP])
         group.samples[index] = OpenSample(completion, drawn.drawn_by[row], slot and tuple(slot), saved['done'][row])
         row += 1

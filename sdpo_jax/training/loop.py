@@ -484,10 +484,11 @@ class _Run:
     profiled = step in session.config.trainer.profile_steps
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
       state, taken = take_step(session, state, step, self.around, self.saving.whole.starting, timer, stop)
-    self.hold(step, state, Unfinished())
+    draws = bool(session.config.rollout.max_staleness) and self.evaluations.due(step)
+    self.hold(step, state, Unfinished(draws=draws))
     gathering = self.around.gathering
     line = step_records.step_metrics(session, step, taken, gathering, timer.seconds)
-    unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config))
+    unfinished = Unfinished(line, step_records.success_rates(taken.own.graded, session.config), draws=draws)
     if skipped.cause(line) == skipped.UNGRADED:
       unfinished.reason = reasons_of(taken.own.graded.outcomes)[0][0]
     self.hold(step, state, unfinished)

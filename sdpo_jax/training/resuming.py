@@ -108,7 +108,7 @@ def compared(step: int, host: Mapping[str, Any], digest: str, lines: MetricsLine
 
   Part of the step is outstanding if the checkpoint says so and the step has no line: with one, it was finished after
   the checkpoint was saved, unless the line reports a rollback. Then the checkpoint has the state before it, and the
-  rollback is repeated.
+  rollback is repeated; likewise an evaluation that draws tokens of samples that carry over.
 
   Args:
     step: step of the checkpoint.
@@ -123,7 +123,9 @@ def compared(step: int, host: Mapping[str, Any], digest: str, lines: MetricsLine
     UserError: the line has another digest.
   """
   own = [line for line in lines.kept if line['step'] == step]
-  if UNFINISHED in host and all(line.get(alarms.ROLLBACK) is not None for line in own):
+  # The line of step 1 cannot be dropped, see `written_before`.
+  draws = UNFINISHED in host and step > 1 and Unfinished.from_json(host[UNFINISHED]).draws
+  if draws or UNFINISHED in host and all(line.get(alarms.ROLLBACK) is not None for line in own):
     return step - 1, False
   recorded = [line[STATE_DIGEST] for line in own if STATE_DIGEST in line]
   if recorded and recorded[-1] != digest:

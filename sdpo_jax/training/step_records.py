@@ -156,12 +156,13 @@ def staleness_metrics(step: int, graded: GradedRollouts) -> dict[str, float]:
   ages = step - 1 - np.array([after for each in graded.drawn_by for after, _ in each])
   oldest = step - 1 - np.array([each[0][0] for each in graded.drawn_by])
   stats = graded.sampling
+  rows = {'rollout/live_rows': stats.live_row_steps / stats.decode_steps} if stats.decode_steps else {}
   return {
     'rollout/staleness_mean': _mean(oldest),
     'rollout/staleness_p95': float(np.percentile(oldest, 95)),
     'rollout/staleness_max': int(oldest.max()),
     'rollout/older_tokens': tokens[ages > 0].sum() / tokens.sum(),
-    'rollout/live_rows': stats.live_row_steps / max(stats.decode_steps, 1),
+    **rows,
     'rollout/recomputed_tokens': stats.recomputed,
   }
 
@@ -203,12 +204,12 @@ def throughput_metrics(
   metrics = {
     'throughput/tokens_per_s': sampled / whole,
     'throughput/tokens_per_s_per_device': sampled / whole / devices,
-    'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
     'throughput/trained_tokens_per_s': report.student.tokens / max(seconds.get('train', 0.0), 1e-9),
   }
-  if drawn:
-    row_steps = sum(graded.sampling.row_steps for graded in drawn)
-    metrics['throughput/fill_sample'] = sum(graded.sampling.tokens for graded in drawn) / max(row_steps, 1)
+  if seconds.get('sample'):  # Else the batch was complete, as samples that carry over may be.
+    metrics['throughput/sampled_tokens_per_s'] = sampled / seconds['sample']
+  if row_steps := sum(graded.sampling.row_steps for graded in drawn):
+    metrics['throughput/fill_sample'] = sum(graded.sampling.tokens for graded in drawn) / row_steps
   if report.student.rows:
     metrics['throughput/fill_train'] = report.student.tokens / report.student.token_room
     metrics['throughput/fill_train_rows'] = report.student.rows / report.student.row_room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 import threading
 import time
 
@@ -24,6 +25,7 @@ from sdpo_jax.training import carry_over, loop, saving
 from sdpo_jax.training import step as steps
 from sdpo_jax.training.alarm_watch import AlarmVerdict, AlarmWatch
 from sdpo_jax.training.carry_over import OpenGroup, OpenSample, learned_next
+from sdpo_jax.training.metrics import MetricsWriter
 from tests import tiers, tiny
 from tests.resumed_runs import start_two
 from tests.training import cartridge_runs, compared_runs
@@ -319,6 +321,8 @@ def test_a_run_resumes_with_the_same_slots_and_questions(settings, tmp_path, mon
     'rollout__max_staleness': 3,
     'trainer__test_freq': 3,
     'val_kwargs__n': 5,
+    'data__prompt_buckets': (16, 32),
+    'model__attention': 'xla',
   }.items():
     assert [name.replace('__', '.')] == [
       phrase.partition(' was ')[0] for phrase in overrides.differences(saved, changed(config, **{name: value})).refused
@@ -401,6 +405,43 @@ def wholes(settings, whole, tmp_path_factory):
     return made[kind]
 
   return of
+
+
+def test_what_is_saved_during_an_evaluation_goes_on_from_before_it(settings, wholes, tmp_path, monkeypatch):
+  """Even if the line of the step is written after that: the evaluation draws tokens of open groups again."""
+  config = changed(settings, **CASES['evaluates'])
+  expected, runs = wholes('evaluates', config), []
+  begun, write, step = loop._Run.__init__, MetricsWriter.write, loop._Run.step  # noqa: SLF001
+
+  def noted(self, *arguments, **named):
+    begun(self, *arguments, **named)
+    runs.append(self)
+
+  def saved(self, number, line):
+    if number == 4:
+      runs[0].saving.save_meanwhile()
+    write(self, number, line)
+
+  def dies(self, state, number):
+    if number == 5:
+      raise Killed
+    return step(self, state, number)
+
+  with pytest.raises(Killed), monkeypatch.context() as patched:
+    patched.setattr(loop._Run, '__init__', noted)  # noqa: SLF001
+    patched.setattr(loop._Run, 'step', dies)  # noqa: SLF001
+    patched.setattr(MetricsWriter, 'write', saved)
+    patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
+    loop.train(changed(config, trainer__save_freq=0), tmp_path / 'run')
+  shutil.copytree(tmp_path / 'run', tmp_path / 'other')
+  loop.train(config, tmp_path / 'run')
+  assert lines(tmp_path / 'run') == expected
+  # An evaluation that cannot succeed any more need not end the run.
+  without = changed(config, trainer__test_freq=0, trainer__val_before_train=False)
+  with pytest.raises(UserError, match='trainer.test_freq was 2 and is now 0.*accept_changes=evaluation'):
+    loop.train(without, tmp_path / 'other')
+  loop.train(changed(without, trainer__accept_changes=('evaluation',)), tmp_path / 'other')
+  assert [line['step'] for line in lines(tmp_path / 'other')] == list(range(STEPS + 1))
 
 
 def config_of(kind: str, settings: Config, folder) -> Config:

@@ -63,9 +63,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   assert step_records.throughput_metrics(session, [graded], two, seconds)['throughput/samples_per_row'] == 2.5
 
 
-def test_a_step_without_a_signal_has_no_fill():
+def test_a_step_that_draws_and_learns_nothing_has_no_fill():
   graded = types.SimpleNamespace(rollouts=make_samples(make_config()).rollouts, prompts=[], sampling=SamplingStats())
   report = types.SimpleNamespace(student=step.Filled(), teacher=step.Filled())
   session = types.SimpleNamespace(flops_per_token=1.0, update_flops_per_token=3.0, teacher_flops_per_token=1.0)
-  found = step_records.throughput_metrics(session, [graded], report, {'sample': 1.0})
-  assert not any('fill_t' in name for name in found) and found['throughput/fill_sample'] == 0
+  found = step_records.throughput_metrics(session, [graded], report, {'grade': 1.0})
+  assert not any('fill_' in name for name in found) and 'throughput/sampled_tokens_per_s' not in found

@@ -18,15 +18,18 @@ class Unfinished:
   line: dict[str, float] = dataclasses.field(default_factory=dict)  # The metrics of the step so far.
   success: dict[str, float] = dataclasses.field(default_factory=dict)  # Success rates by data source.
   reason: str = ''  # Why all completions are ungraded, most often; '' if some are graded.
+  # Whether the outstanding evaluation draws further tokens of samples that carry over, which the checkpoint lacks: then
+  # a resume repeats it even if the line was written after all.
+  draws: bool = False
 
   def to_json(self) -> dict[str, Any]:
     """Return the contents as JSON values."""
-    return {'line': _finite(self.line), 'success': _finite(self.success), 'reason': self.reason}
+    return {'line': _finite(self.line), 'success': _finite(self.success), 'reason': self.reason, 'draws': self.draws}
 
   @classmethod
   def from_json(cls, saved: Mapping[str, Any]) -> Unfinished:
     """Return the object that `to_json` encoded."""
-    return cls(_numbers(saved['line']), _numbers(saved['success']), saved.get('reason', ''))
+    return cls(_numbers(saved['line']), _numbers(saved['success']), saved.get('reason', ''), saved.get('draws', False))
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | str]:

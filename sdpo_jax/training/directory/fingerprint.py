@@ -50,7 +50,7 @@ MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the part 'adapter' 
 LOADED = ('weights', 'factors')  # Parts that a run reads when it begins; later values are in its checkpoints.
 # Part → the entry of trainer.accept_changes that accepts it, if it has another name.
 ENTRIES = dict.fromkeys(('weights', 'adapter', 'factors', 'teacher'), 'model')
-ENTRIES |= dict.fromkeys(('document', 'evaluation'), 'data')
+ENTRIES |= {'document': 'data'}
 # Parts whose changes are only announced → what a change means.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run continues with those of its checkpoint)',
