@@ -44,14 +44,3 @@ class SamplingStats:
   live_row_steps: int = 0  # Tokens drawn, including those after a stop string.
   cache_bytes: int = 0  # Largest total of all caches, including those of prompts whose samples wait.
   live_bytes: int = 0  # Largest total filled by live samples: a lower bound for any cache.
-
-  def __add__(self, other: SamplingStats) -> SamplingStats:
-    """Return the counts of two requests, one after the other."""
-    largest = ('cache_bytes', 'live_bytes')
-    values = {name: getattr(other, name) for name in vars(self)}
-    return SamplingStats(
-      **{
-        name: max(value, values[name]) if name in largest else value + values[name]
-        for name, value in vars(self).items()
-      }
-    )

@@ -201,7 +201,6 @@ class CarryOver(Ahead):
     self._room = declared_buckets(session.config).response[-1]
     self._step = self._admitted = self._clock = 0  # As in `OpenGroups`.
     self._after = 0  # The step after which the weights are that draw now.
-    self._beside = SamplingStats()  # Work of evaluations since the last batch, that beside them included.
     self._groups: dict[int, OpenGroup] = {}  # By number.
     self._asked: list[Example] = []  # The newest batch of questions.
     self._positions: dict[int, Mapping[str, Any]] = {}  # The iterator's before each batch of questions in use.
@@ -224,14 +223,14 @@ class CarryOver(Ahead):
       StoppedError: the run was told to stop; likewise.
     """
     config, self._step, self._after = self._config, step, step - 1
-    stats, self._beside, chosen = self._beside, SamplingStats(), self._next_batch()
+    stats, chosen = SamplingStats(), self._next_batch()
     if chosen is None:  # Else it was completed beside an evaluation, or with an earlier batch.
       _, base, trainable = self._session.writer(state.trainable)
       with timer('sample'):
         slots = self._slots(base, trainable)
         self._resume(slots)
         self._turns(slots, lambda: self._next_batch() is not None, self._stop.check)
-        stats, chosen = stats + slots.stats, self._next_batch()
+        stats, chosen = slots.stats, self._next_batch()
     with timer('grade'):
       grading = self._open_grading()
       outcomes = grading.outcomes([sample.completion.sample for group in chosen for sample in group.samples])
@@ -282,7 +281,6 @@ class CarryOver(Ahead):
       slots.queue.add(each)
     self._resume(slots)
     self._turns(slots, lambda: not other.left, between, other)
-    self._beside += slots.stats
     self._held = self._snapshot()
     return request_rollouts(request, completions)
 
