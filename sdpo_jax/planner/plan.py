@@ -48,7 +48,6 @@ HOP = 0.7e-6
 # Host time between two chunks of a decode loop, and additional time per row: waiting for the results, finding finished
 # rows, refilling them, and starting the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
-BATCHES = 16  # Over which updates are averaged: a batch's longest sample decides its micro-batches.
 DRAWN_TOKENS = 25e6  # Of completions, in a simulation of sampling.
 # Memory that is always in use, whichever program runs.
 RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base')
@@ -144,25 +143,17 @@ class Scenario:
   assumptions: Assumptions
 
   @functools.cached_property
-  def batches(self) -> list[workload.SampleLengths]:
-    """Generation batches with the assumed lengths."""
-    return drawn_batches(self.config, self.assumptions, BATCHES)
-
-  @functools.cached_property
-  def completions(self) -> np.ndarray:
-    """Tokens of the completions of all batches."""
-    return np.concatenate([samples.completion for samples in self.batches])
+  def drawn(self) -> workload.SampleLengths:
+    """The samples of all generation batches that are simulated, question by question."""
+    a, data, period = self.assumptions, self.config.data, max(self.config.trainer.test_freq, 1)
+    samples, held_out = data.train_batch_size * self.config.rollout.n, a.evaluation_questions * self.config.val_kwargs.n
+    # Few steps of long completions say as much as many of short ones, whose longest differ more.
+    steps = DRAWN_TOKENS / (samples + held_out / period) / a.mean_completion
+    return drawn_samples(self.config, a, round(min(max(steps, 20), 100)))
 
   def sampling(self, keeps_size: bool) -> simulation.SimulatedSampling:
     """Return the work of the sampler; `keeps_size` is that of `rollout.functions.SamplerFunctions`."""
-    a, data, rollout, held_out = self.assumptions, self.config.data, self.config.rollout, self.config.val_kwargs.n
-    period, declared = max(self.config.trainer.test_freq, 1), declared_buckets(self.config)
-    tokens = (data.train_batch_size * rollout.n + a.evaluation_questions * held_out / period) * a.mean_completion
-    # Few steps of long completions say as much as many of short ones, whose longest differ more.
-    steps = round(min(max(DRAWN_TOKENS / tokens, 20), 100))
-    count, shuffle = data.train_batch_size * rollout.n * steps, np.random.default_rng(0).permutation
-    prompts = lengths.quantiles(a.mean_prompt, data.max_prompt_length, count, lengths.PROMPT_SPREAD)
-    completions = lengths.quantiles(a.mean_completion, a.longest_completion, count, a.completion_spread)
+    data, rollout, declared = self.config.data, self.config.rollout, declared_buckets(self.config)
     return simulation.simulate(
       simulation.SamplingSpec(
         shards=self.mesh.shape[meshes.FSDP],
@@ -175,14 +166,20 @@ class Scenario:
         n=rollout.n,
         max_staleness=rollout.max_staleness,
         keeps_carried=rollout.carried_cache == 'kept',
-        held_out=a.evaluation_questions,
-        held_out_n=held_out,
-        test_freq=period,
-        prompts=tuple(shuffle(prompts).tolist()),
-        completions=tuple(shuffle(completions).tolist()),
-        steps=steps,
+        held_out=self.assumptions.evaluation_questions,
+        held_out_n=self.config.val_kwargs.n,
+        test_freq=max(self.config.trainer.test_freq, 1),
+        prompts=tuple(self.drawn.prompt[:: rollout.n].tolist()),
+        completions=tuple(self.drawn.completion.tolist()),
+        steps=len(self.drawn) // (data.train_batch_size * rollout.n),
       )
     )
+
+  def batches(self, sampling: simulation.SimulatedSampling | None) -> list[workload.SampleLengths]:
+    """Return generation batches of the simulated questions; None: in their order, as if none waited for another."""
+    count, n = self.config.data.train_batch_size, self.config.rollout.n
+    chosen = np.arange(len(self.drawn) // n).reshape(-1, count) if sampling is None else np.array(sampling.chosen)
+    return [self.drawn.of((rows[:, None] * n + np.arange(n)).ravel() % len(self.drawn)) for rows in chosen]
 
 
 @dataclasses.dataclass
@@ -314,11 +311,12 @@ def make(
   scenario = Scenario(config, topology.chip, mesh, assumptions)
   reader = teacher or self_teacher(policy, teacher_spec(config))
   share = batching.shares_prompts(batch_spec(config), *reader.readers(policy, teacher_spec(config)))
-  works_of = (workload.of_batch(config, policy, each, mesh.size, share, reader.policy) for each in scenario.batches)
-  work = functools.reduce(operator.add, works_of)
-  used = workload.used(found, work)
   draws = config.rollout.sampled_by != 'data' and (only is None or {'prefill', 'decode'} <= set(only))
   sampling = scenario.sampling(policy.reads_filled) if draws else None
+  batches = scenario.batches(sampling)
+  works_of = (workload.of_batch(config, policy, each, mesh.size, share, reader.policy) for each in batches)
+  work = functools.reduce(operator.add, works_of)
+  used = workload.used(found, work)
   works = {} if sampling is None else sampling_work(found, sampling)
   steps = [name for work in works.values() for name, *_ in work if found[name].kind in ('prefill', 'decode')]
   labels = select(found, everything, [*(name for names in used.values() for name in names), *steps])
@@ -366,24 +364,22 @@ def make(
   return made
 
 
-def drawn_batches(config: Config, assumptions: Assumptions, count: int) -> list[workload.SampleLengths]:
-  """Return batches of the assumed lengths, equal at every call: quantiles of log-normal lengths in a random order."""
+def drawn_samples(config: Config, assumptions: Assumptions, batches: int) -> workload.SampleLengths:
+  """Return the samples of some batches, equal at every call: quantiles of log-normal lengths in a random order."""
   data, n, a, shuffle = config.data, config.rollout.n, assumptions, np.random.default_rng(0).permutation
-  questions, samples = data.train_batch_size * count, data.train_batch_size * count * n
+  questions, samples = data.train_batch_size * batches, data.train_batch_size * batches * n
   prompt = np.repeat(
     shuffle(lengths.quantiles(a.mean_prompt, data.max_prompt_length, questions, lengths.PROMPT_SPREAD)), n
   )
   completion = shuffle(lengths.quantiles(a.mean_completion, a.longest_completion, samples, a.completion_spread))
   limit = declared_buckets(config).reprompt[-1]
   reprompt = shuffle(lengths.quantiles(a.mean_reprompt, limit, samples, lengths.PROMPT_SPREAD))
-  whole = workload.SampleLengths(
+  return workload.SampleLengths(
     prompt=prompt,
     completion=completion,
     reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
     trained=shuffle(np.arange(samples) < max(round(a.trained_fraction * samples), 1)),
   )
-  split = {name: np.split(values, count) for name, values in vars(whole).items()}
-  return [workload.SampleLengths(**{name: parts[at] for name, parts in split.items()}) for at in range(count)]
 
 
 def compiled_for(
@@ -572,7 +568,7 @@ def estimated(
   estimate.call_seconds, estimate.turn_seconds = sum(none.sources.values()), sum(turn.sources.values())
   _fill(estimate, none, 1)
   turns = program.static.get('steps', 1)
-  busy = functools.partial(lengths.live_blocks, scenario.completions, scenario.assumptions.mean_prompt)
+  busy = functools.partial(lengths.live_blocks, scenario.drawn.completion, scenario.assumptions.mean_prompt)
   turn.sources['cache'] = sum(each.seconds(busy(each.block, each.blocks)) for each in estimate.step_kernels)
   _fill(estimate, turn, turns)
   estimate.busy_step_seconds = estimate.seconds / turns if program.kind == 'decode' else None
@@ -687,7 +683,7 @@ def _summary(
   works: Mapping[str, Works],
 ) -> Plan:
   chips = scenario.mesh.size
-  phases = phase_seconds(scenario, estimates, used, works)
+  phases = phase_seconds(scenario, estimates, used, work.batches, works)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
   table = policy.parameter_table()
@@ -695,15 +691,10 @@ def _summary(
     'update': work.useful_flops,
     'score': work.scored_flops,
     **dict.fromkeys(REFERENCES, work.reference_flops),
-    # Counted as one forward pass over all tokens of a completion and its prompt.
-    'decode': sum(
-      forward_flops(policy, 1, prompt + completion, completion)
-      for samples in scenario.batches
-      for prompt, completion in zip(samples.prompt.tolist(), samples.completion.tolist(), strict=True)
-    ),
+    'decode': work.drawn_flops,
   }
   useful = {phase: flops / work.batches for phase, flops in useful.items()}
-  drawn = scenario.completions.sum() / work.batches
+  drawn = work.drawn_tokens / work.batches
   decoding, totals = _decoding(estimates, works), {} if sampling is None else vars(sampling)
 
   def rate(flops: float, seconds: float) -> float:
@@ -726,8 +717,8 @@ def _summary(
     tokens_per_second=drawn / total if total > 0 else math.nan,
     tokens_per_second_per_chip=drawn / total / chips if total > 0 else math.nan,
     update_mfu=rate(useful['update'], phases.get('update', math.nan)),
-    # Programs that were not planned count as zero.
-    step_mfu=rate(sum(flops for phase, flops in useful.items() if phase in phases), total),
+    # Programs that were not planned count as zero. All may be drawn beside evaluations, which are another phase.
+    step_mfu=rate(sum(useful[phase] for phase in useful if phase in phases or (phase == 'decode' and works)), total),
     fill={
       'rows': work.live_rows / max(work.rows, 1),
       'tokens': work.live_tokens / max(work.tokens, 1),
@@ -743,7 +734,7 @@ def _summary(
     warnings=idle_warnings(scenario.config, scenario.mesh),
     sampling={name: value for name, value in totals.items() if not isinstance(value, dict)},
     decoding=decoding,
-    likely_phases=phase_seconds(scenario, estimates, used, works, kernels.LIKELY),
+    likely_phases=phase_seconds(scenario, estimates, used, work.batches, works, kernels.LIKELY),
     base_gib=resident.get('base', 0.0) / GIB,
     sampling_base_gib=resident.get('sampling base', 0.0) / GIB,
     **_cartridge(policy, resident),
@@ -827,6 +818,7 @@ def phase_seconds(
   scenario: Scenario,
   estimates: Mapping[str, Estimate],
   used: Mapping[str, Sequence[str]],
+  batches: int,
   works: Mapping[str, Works],
   rate: float = 1.0,
 ) -> dict[str, float]:
@@ -835,8 +827,8 @@ def phase_seconds(
   Args:
     scenario: the run.
     estimates: estimates by label or name.
-    used: programs from `workload.used`, of all batches of the scenario. A micro-batch whose program has no estimate
-      takes the time of the largest.
+    used: programs from `workload.used`. A micro-batch whose program has no estimate takes the time of the largest.
+    batches: number of generation batches that these are of.
     works: from `sampling_work`; likewise.
     rate: seconds that kernels take per second of the bound of their schedule.
   """
@@ -851,7 +843,7 @@ def phase_seconds(
     return math.nan if estimate.error is not None else estimate.seconds + stalled
 
   def micro_batches(kind: str) -> float:
-    return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind]) / len(scenario.batches)
+    return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind]) / batches
 
   def sampling(phase: str, copies: float) -> dict[str, float]:
     if not (works.get(phase) or copies == 1) or not (works and have('prefill', 'decode')):

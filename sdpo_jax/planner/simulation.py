@@ -80,6 +80,7 @@ class SimulatedSampling:
   staleness_mean: float  # Updates since the first token of the samples that are learned from.
   staleness_p95: float
   staleness_max: int
+  chosen: list[list[int]]  # Numbers of the questions that each simulated step learns from.
 
 
 class _Counter:
@@ -180,20 +181,20 @@ class SimulatedRun:
     self.total = SamplingStats()  # Its steps and tokens.
     self.stats = SamplingStats()  # Of what was drawn last.
 
-  def step(self, step: int) -> list[int]:
-    """Draw the batch of a step, and return the staleness of each of its samples."""
+  def step(self, step: int) -> dict[int, list[int]]:
+    """Draw the batch of a step, and return the staleness of each sample by the number of its question."""
     spec = self._spec
     if not spec.max_staleness:
       numbers = range((step - 1) * spec.questions, step * spec.questions)
       self._draw(step - 1, [self._request(number, number * spec.n, spec.n) for number in numbers])
-      return [0] * spec.questions * spec.n
+      return {number: [0] * spec.n for number in numbers}
     self.stats = SamplingStats()
     if self._chosen(step) is None:
       self._draw(step - 1)
     chosen = self._chosen(step)
     for group in chosen:
       del self._groups[group.number]
-    return [step - 1 - first for group in chosen for first in group.first.values()]
+    return {group.number: [step - 1 - first for first in group.first.values()] for group in chosen}
 
   def evaluate(self, after: int) -> None:
     """Draw the samples of an evaluation after a step."""
@@ -271,20 +272,21 @@ def simulate(spec: SamplingSpec) -> SimulatedSampling:
   steps = period * math.ceil(spec.steps / period)
   begin = period * math.ceil(4 * spec.max_staleness / period)
   training, evaluation = run.counter.work, collections.defaultdict(Work)
-  stale, clocks = [], [0]
+  learned, clocks = [], [0]
   for step in range(1, begin + steps + 1):
     if step == begin + 1:
       training.clear()
       evaluation.clear()
       run.total.tokens = run.total.recomputed = 0
     run.counter.work = training
-    stale += run.step(step)
+    learned.append(run.step(step))
     if spec.held_out and not step % period:
       run.counter.work = evaluation
       run.evaluate(step)
     if not step % period:
       clocks.append(run.total.decode_steps)
-  taken, stale = np.diff(clocks[begin // period :]) / period, stale[begin * spec.questions * spec.n :]
+  taken, learned = np.diff(clocks[begin // period :]) / period, learned[begin:]
+  stale = [age for batch in learned for ages in batch.values() for age in ages]
   return SimulatedSampling(
     steps=steps,
     training={program: work.over(steps) for program, work in training.items()},
@@ -296,4 +298,5 @@ def simulate(spec: SamplingSpec) -> SimulatedSampling:
     staleness_mean=float(np.mean(stale)),
     staleness_p95=float(np.quantile(stale, 0.95)),
     staleness_max=max(stale),
+    chosen=[[*batch] for batch in learned],
   )

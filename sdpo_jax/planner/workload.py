@@ -22,7 +22,7 @@ Shape = tuple[int, ...]  # Rows, then tokens per row on each side, then targets.
 
 @dataclasses.dataclass(frozen=True)
 class SampleLengths:
-  """Lengths in tokens of the N samples of a generation batch, in batch order."""
+  """Lengths in tokens of N samples: those of a generation batch are in batch order."""
 
   prompt: np.ndarray  # [N] int.
   completion: np.ndarray  # [N] int.
@@ -31,6 +31,10 @@ class SampleLengths:
 
   def __len__(self) -> int:
     return len(self.prompt)
+
+  def of(self, samples: np.ndarray) -> SampleLengths:
+    """Return the lengths of some samples, [M] int."""
+    return SampleLengths(**{name: values[samples] for name, values in vars(self).items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Workload:
   useful_flops: float  # Operations in updates that live tokens require.
   scored_flops: float  # The same for scoring.
   reference_flops: float  # The same for scoring by a reference policy.
+  drawn_flops: float  # The same for sampling: one forward pass over all tokens of a completion and its prompt.
+  drawn_tokens: int  # Of completions.
   batches: int = 1
 
   def __add__(self, other: Workload) -> Workload:
@@ -102,6 +108,8 @@ def of_batch(
     useful_flops=epochs * (student + taught),
     scored_flops=forward(samples.prompt, scored),
     reference_flops=forward(samples.prompt, whole),
+    drawn_flops=forward(samples.prompt, np.ones(len(samples), bool)),
+    drawn_tokens=int(samples.completion.sum()),
   )
 
 

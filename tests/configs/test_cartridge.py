@@ -49,7 +49,7 @@ def test_the_declared_lengths_fit_what_is_asked_and_answered():
   policy = huggingface.describe(published.config_json(config.model.path), config.model)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'], document=98304)
   assert (assumptions.mean_prompt, assumptions.mean_completion) == (100, 256)
-  (samples,) = planning.drawn_batches(config, assumptions, 1)
+  samples = planning.drawn_samples(config, assumptions, 1)
   work = workload.of_batch(config, policy, samples, 8, share=False)
   assert work.rows <= 40 and work.live_rows == work.rows and work.live_tokens > 0.75 * work.tokens
 

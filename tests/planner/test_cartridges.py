@@ -158,7 +158,7 @@ def test_a_teacher_behind_a_document_costs_attention_to_all_of_it():
   teacher = dataclasses.replace(policy, adapter=KVPrefix(DOCUMENT, DOCUMENT))
   lengths = {'mean_prompt': 6, 'mean_completion': 4, 'longest_completion': 8, 'trained_fraction': 1.0}
   others = {'mean_reprompt': 16, 'evaluation_questions': 0, 'document': DOCUMENT, 'price': 1.0}
-  (samples,) = planning.drawn_batches(config, planning.Assumptions(**lengths, **others, completion_spread=1.0), 1)
+  samples = planning.drawn_samples(config, planning.Assumptions(**lengths, **others, completion_spread=1.0), 1)
   np.testing.assert_array_equal(samples.reprompt, samples.prompt)  # It reads the student's own prompts.
   alone, behind = (workload.of_batch(config, policy, samples, 1, False, reader) for reader in (policy, teacher))
   # A score and a weighted value of every layer, head and slot; the model alone has its own 64 slots.

@@ -354,7 +354,7 @@ def test_useful_operations_of_the_papers_update():
 
 
 def lengths_of(config):
-  return planning.drawn_batches(config, planning.Assumptions.of(config, topology.CHIPS['v5e']), 1)[0]
+  return planning.drawn_samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']), 1)
 
 
 @pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 4), (2048.0, 1)])
@@ -444,14 +444,14 @@ def test_a_step_adds_up():
     'decode': [('decode', 128, work(calls=3, turns=90)), ('decode/few', 64, work(calls=2, turns=10))],
     'evaluation': [('decode/few', 64, work(calls=0.5, turns=7)), ('prefill/8', 8, work(calls=5))],
   }
-  phases = planning.phase_seconds(scenario, estimates, used, works)
+  phases = planning.phase_seconds(scenario, estimates, used, 2, works)
   # Of the micro-batches, the one whose program has no estimate takes the time of the largest; so do decode loops, and
   # in an evaluation those of evaluations come first. What is not planned at all does not count.
   expected = {
     'prefill': 1 + 4 * 2,
     'decode': 3 * 60 + 90 * 2 + 2 * 50 + 10,
-    'score': 4 * 3 / planning.BATCHES,  # Those of updates are of so many batches.
-    'update': (1 + 1 + 8 + 8) / planning.BATCHES,
+    'score': 4 * 3 / 2,
+    'update': (1 + 1 + 8 + 8) / 2,
     'optimizer': 0.1 + 0.2 + 0.3,
     'evaluation': 1 / 5 + 0.5 * 50 + 7 + 5 * 2,
   }

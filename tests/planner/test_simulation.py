@@ -92,6 +92,28 @@ def test_no_sample_is_older_than_allowed_and_no_token_is_lost(most):
   assert carries.tokens == pytest.approx(lengths.mean() * (32 + 24 / 3), rel=0.1)
 
 
+def test_updates_are_of_the_batches_that_sampling_forms(monkeypatch):
+  monkeypatch.setattr(planning, 'DRAWN_TOKENS', 0)  # Twenty steps.
+  config, chip = qwen3_8b_livecodebench.get_config(), topology.CHIPS['v5e']
+  config.data.train_batch_size, config.rollout.n, config.rollout.max_batch_rows, config.trainer.test_freq = 4, 2, 8, 0
+  config.plan.mean_completion, config.plan.longest_completion = 20.0, 60.0
+  mesh, batches = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices()), {}
+  for most in (0, 2):
+    config.rollout.max_staleness = most
+    scenario = planning.Scenario(config, chip, mesh, planning.Assumptions.of(config, chip))
+    sampling = scenario.sampling(keeps_size=True)
+    batches[most] = [batch.completion.tolist() for batch in scenario.batches(sampling)]
+    assert len(batches[most]) == sampling.steps == 20 and {len(batch) for batch in batches[most]} == {8}
+    drawn = scenario.drawn.completion.reshape(-1, 2)
+    asked = [sorted(map(tuple, drawn[np.array(numbers) % len(drawn)].tolist())) for numbers in sampling.chosen]
+    assert [sorted(map(tuple, np.reshape(batch, (-1, 2)).tolist())) for batch in batches[most]] == asked
+    numbers = np.concatenate(sampling.chosen)
+    assert len({*numbers.tolist()}) == 80  # Nothing is learned from twice.
+  assert np.reshape(batches[0], -1).tolist() == scenario.drawn.completion.tolist()
+  # Groups with a long completion wait for each other.
+  assert np.std([max(batch) for batch in batches[2]]) > np.std([max(batch) for batch in batches[0]])
+
+
 def test_attention_reads_whole_blocks_of_what_is_in_the_cache():
   spec = dataclasses.replace(SPEC, room=4096, n=1, questions=2, prompts=(8,), completions=(3000,), chunk=32, steps=1)
   ((_, work),) = (item for item in simulation.simulate(spec).training.items() if item[0][0] == 'decode')
@@ -104,9 +126,9 @@ def test_attention_reads_whole_blocks_of_what_is_in_the_cache():
 def test_recomputed_samples_go_through_in_pieces():
   spec = dataclasses.replace(SPEC, shards=1, max_rows=4, questions=1, n=2, max_staleness=1, chunk=8, room=32)
   run = simulation.SimulatedRun(dataclasses.replace(spec, completions=(3, 4, 20, 20)))
-  assert run.step(1) == [0, 0] and run.stats.decode_steps == 4  # Half of the rows are done then.
+  assert run.step(1) == {0: [0, 0]} and run.stats.decode_steps == 4  # Half of the rows are done then.
   run.counter.work.clear()
-  assert run.step(2) == [1, 1]  # The second question began beside the first.
+  assert run.step(2) == {1: [1, 1]}  # The second question began beside the first.
   # Prompts of 5 tokens and the 4 that were drawn, without the newest: it is the next input.
   assert run.stats.recomputed == 2 * (5 + 4 - 1)
   ((_, work),) = (item for item in run.counter.work.items() if item[0][0] == 'recompute')
