@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # A step need not know how answers are graded.
 class GradingThread:
   """A thread that grades completions as they are added, with the graders of their examples.
 
-  Graders work on many completions at once, so each call gets all that have finished since the previous one.
+  Graders work on many completions at once, so each call gets all that have finished since the previous one, or those of
+  them that `outcomes` waits for.
 
   In a run of several processes each grades its share: no completion is graded twice, and graders that are not
   deterministic (a judge, a time limit) give all processes the same result. Which process grades a completion depends on
@@ -56,6 +57,7 @@ class GradingThread:
     self._awaited: set[int] | None = None  # Completions of this process's share that `outcomes` waits for.
     self._ending = False  # Whether the thread ends after these.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
+    self._since = 0  # Completions that were graded since graders were told of the end of a batch.
     self._error: BaseException | None = None
     self.busy_s = 0.0  # Seconds in which this process's graders were at work.
     # A grader that hangs must not keep a run from ending.
@@ -123,7 +125,10 @@ class GradingThread:
         if finished:
           self._grade(finished)
         else:
-          self._graders.end_batch()
+          # What was awaited may have been graded long ago: a few completions since then say little of a grader.
+          if self._ending or self._since >= len(self._awaited):
+            self._graders.end_batch()
+            self._since = 0
           with self._changed:
             self._awaited = None
             self._changed.notify_all()
@@ -144,6 +149,7 @@ class GradingThread:
     self.busy_s += time.monotonic() - start
     liveness.progress()
     self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
+    self._since += len(finished)
 
   def _next(self) -> list[Completion] | None:
     """Wait for ungraded completions and return them; none: those awaited are graded; None: no more will come."""
@@ -155,5 +161,9 @@ class GradingThread:
       self._changed.wait_for(lambda: self._waiting or self._given_up or done())
       if done() and not self._given_up:
         return []
-      finished, self._waiting = self._waiting, []
+      parts: dict[bool, list[Completion]] = {True: [], False: []}
+      for completion in self._waiting:
+        parts[completion.sample in (self._awaited or ())].append(completion)
+      finished = parts[True] or parts[False]
+      self._waiting = parts[False] if parts[True] else []
       return finished or None

@@ -104,6 +104,25 @@ def test_what_finishes_during_a_call_is_graded_in_the_next_one(recorder):
   assert grading.busy_s > 0.0
 
 
+def test_what_is_awaited_is_graded_first_and_a_batch_ends_after_as_many(recorder):
+  ended = []
+  recorder.end_batch = lambda: ended.append(sum(map(len, recorder.calls)))
+  with grading_of() as grading:
+    grading.add(completion(11))
+    assert recorder.called.wait(WAIT_S)
+    for sample in (10, 9, 8, 3, 2, 1, 0):
+      grading.add(completion(sample))
+    threading.Timer(0.1, recorder.go.set).start()
+    assert [one.feedback for one in grading.outcomes(range(4))] == [f'q0: answer {i}' for i in range(4)]
+    assert recorder.calls[:2] == [['answer 11'], ['answer 3', 'answer 2', 'answer 1', 'answer 0']] and ended == [5]
+    assert len(grading.outcomes(range(8, 12))) == 4
+    assert recorder.calls[2:] == [['answer 10', 'answer 9', 'answer 8']] and ended == [5]  # Three say too little.
+    for sample in range(4, 8):
+      grading.add(completion(sample))
+    assert len(grading.outcomes(range(4, 8))) == 4
+  assert ended == [5, 12]
+
+
 def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
   told = threading.Event()
   graders = Graders(EnvironmentsConfig())
