@@ -175,6 +175,23 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
   return KVCache(lax.fori_loop(0, source.shape[0], move, cache.stores), cache.lengths[source])
 
 
+def clear(stores: Stores, filled: jax.Array) -> KVCache:
+  """Return a cache of what the first slots of each row hold; all others hold zeros.
+
+  Args:
+    stores: stores of B rows, updated in place if they are donated.
+    filled: [B] int32, slots of each row.
+  """
+
+  def cleared(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
+    shape = [1] * store.ndim
+    shape[_row_axis(store)], shape[axis] = store.shape[_row_axis(store)], store.shape[axis]
+    taken = jnp.arange(store.shape[axis])[None] < filled[:, None]
+    return jnp.where(taken.reshape(shape), store, jnp.zeros((), store.dtype))
+
+  return KVCache(_by_slots(cleared, stores, stores), filled)
+
+
 def with_slots(cache: KVCache, length: int) -> KVCache:
   """Return the cache with `length` slots in every row: padded with empty ones, or cut; no row may hold more."""
   more = length - slots(cache)

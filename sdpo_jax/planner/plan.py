@@ -57,9 +57,9 @@ READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
 SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
-SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park')
+SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park', 'clear')
 # The phase that a kind of the sampler's programs belongs to, if not that of decoding.
-OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill'} | dict.fromkeys(('recompute', 'readmit', 'park'), 'recompute')
+OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill'} | dict.fromkeys(('recompute', 'readmit', 'park', 'clear'), 'recompute')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,7 +426,7 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
   """Return the bytes on one device by kind of argument; those in `RESIDENT` stay in memory whichever program runs."""
   held: dict[str, float] = {}
-  for kind in (*REFERENCES, 'update', 'apply', 'park'):
+  for kind in (*REFERENCES, 'update', 'apply', 'readmit'):
     held |= next((held_bytes(program) for program in found.values() if program.kind == kind), {})
   return {part: size for part, size in held.items() if part in RESIDENT}
 
@@ -464,6 +464,8 @@ def _memory(
   if kind in SAMPLING:
     # The whole copy is in memory, even what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
+  elif kind not in BEFORE_THE_RUN:
+    held['next carried'] = resident.get('carried', 0.0)  # Until the update is done, a checkpoint may need those before.
   made = max(0, answer.results - answer.aliased)
   made_of = {
     'prefill': 'cache',

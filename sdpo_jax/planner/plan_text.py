@@ -30,6 +30,7 @@ _MEMORY = (
   'cache',
   'kept prefixes',
   'carried',
+  'next carried',
   'states',
   'batch',
   'results',

@@ -121,6 +121,10 @@ class _Counter:
   def compact(self, stores: Stores, held: np.ndarray, source: np.ndarray) -> KVCache:
     return self.resize(KVCache(stores, held), source, slots=stores.values.shape[3])
 
+  def clear(self, stores: Stores, filled: np.ndarray) -> KVCache:
+    self._count('clear', len(filled), stores.values.shape[3])
+    return _cache(len(filled), stores.values.shape[3])
+
   def extend(
     self, base: Any, trainable: Any, cache: KVCache, source: Any, tokens: Any, held: Any, new: np.ndarray, *, piece: int
   ) -> KVCache:

@@ -44,6 +44,7 @@ class SamplerFunctions:
   resize: Callable[..., KVCache]
   # `sdpo_jax.models.cache.compact` in each shard: (stores, lengths, source [rows]); donates the stores.
   compact: Callable[..., KVCache]
+  clear: Callable[..., KVCache]  # `sdpo_jax.models.cache.clear`; donates the stores.
   # `decode.advance` without the policy; donates the cache.
   advance: Callable[..., tuple[KVCache, decode.Drawn]]
   put: Callable[[Tree], Tree]  # Moves host arrays of rows to the devices.
@@ -83,7 +84,7 @@ class SamplerFunctions:
       made = self.prepare_base(base)
       return dataclasses.replace(made, program=made.program and keep('prepare_base', made.program))
 
-    names = 'prepare', 'prefill', 'extend', 'empty', 'copy', 'resize', 'compact', 'advance'
+    names = 'prepare', 'prefill', 'extend', 'empty', 'copy', 'resize', 'compact', 'clear', 'advance'
     jitted = {name: keep(name, getattr(self, name)) for name in names}
     return dataclasses.replace(self, **jitted, prepare_base=prepare_base)
 
@@ -164,6 +165,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),
     compact=jax.jit(compact, donate_argnums=0, out_shardings=placed),
+    clear=jax.jit(kv_cache.clear, donate_argnums=0, out_shardings=placed),
     advance=jax.jit(
       functools.partial(decode.advance, policy, commit=local(kv_cache.commit), mesh=mesh if sharded else None),
       static_argnames='steps',

@@ -6,7 +6,7 @@ the largest bucket, and for the cache sizes of `sdpo_jax.rollout.sizes`: `empty/
 a prompt's cache into the rows of its samples, and `decode/P×T` draws tokens. A cache that starts small, with C slots,
 has `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; one with fewer rows R has `decode/P×T#R`, reached by
 `resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Samples that carry over have `recompute/P×T`, with
-`empty recomputed/P×T`, or `park/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
+`empty recomputed/P×T`, or `clear/P×T` and `park/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -207,8 +207,11 @@ def _sampling(
   if carries == 'kept':
     rows, indices = cache(most, whole), (of_rows(most), of_rows(most), of_rows(shards))
     more, three = dict(capacity=whole, rows=most), ['batch'] * 3
-    for size in taken.stages:
-      add('park', engine.copy, (rows, held(size), *indices), ('carried', 'cache', *three), suffix=suffix(size), **more)
+    add('clear', engine.clear, (rows.stores, of_rows(most)), ('cache', 'batch'), **more)
+    for size in () if engine.keeps_size else taken.stages:
+      if (shards * size.rows, size.slots) != (most, whole):
+        holds = ('next carried', 'cache', *three)
+        add('park', engine.copy, (rows, held(size), *indices), holds, suffix=suffix(size), **more)
     for size in taken.stages[: taken.admitting]:
       arguments, holds = (held(size), rows, *indices), ('cache', 'carried', *three)
       add('readmit', engine.copy, arguments, holds, suffix=suffix(size), capacity=size.slots, rows=most)

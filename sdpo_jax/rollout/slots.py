@@ -253,11 +253,21 @@ class Slots:
     return found
 
   def parked(self) -> KVCache:
-    """Return the keys and values of the samples under way, in rows with the numbers of their slots, for `resume`."""
-    rows, per_shard = self._sizes.rows, self._per_shard
-    moves = [(*divmod(slot, per_shard), slot % per_shard) for slot in np.flatnonzero(self._live).tolist()]
-    parked = self._functions.empty(rows=self._functions.shards * rows, slots=self._sizes.stages[-1].slots)
-    return parked if self._cache is None else self._functions.copied(parked, self._cache, moves, rows)
+    """Return the keys and values of the samples under way, in rows with the numbers of their slots, for `resume`.
+
+    All else is 0, so that a checkpoint compresses it. The slots, which are then over, hold no second cache.
+    """
+    functions, per_shard, most = self._functions, self._per_shard, Size(self._sizes.rows, self._sizes.stages[-1].slots)
+    live = [(*divmod(slot, per_shard), slot) for slot in np.flatnonzero(self._live).tolist()]
+    filled = np.zeros((functions.shards, most.rows), np.int32)
+    for shard, row, slot in live:
+      filled[shard, row] = self._held[slot]
+    if self._cache is None or not (functions.keeps_size or self._size == most):
+      empty = functions.empty(rows=functions.shards * most.rows, slots=most.slots)
+      moves = [(shard, row, row) for shard, row, _ in live]
+      self._cache = empty if self._cache is None else functions.copied(empty, self._cache, moves, most.rows)
+    cache, self._cache = self._cache, None
+    return functions.clear(cache.stores, functions.put(filled.reshape(-1)))
 
   def resume(self, carried: Sequence[Carried], parked: KVCache | None = None) -> None:
     """Give samples under way the slots that they had; call it before `admit`.

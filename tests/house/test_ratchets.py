@@ -12,13 +12,13 @@ import pytest
 from tests.house import sources
 
 # Lines of all files that are imported with a module, late imports included.
-CLOSURES = {'sdpo_jax.training.step': 12_004, 'sdpo_jax.learning.update': 4_971, 'sdpo_jax.objective.loss': 2_826}
+CLOSURES = {'sdpo_jax.training.step': 12_014, 'sdpo_jax.learning.update': 4_971, 'sdpo_jax.objective.loss': 2_826}
 # Modules in circles of imports; those for type checkers and in functions count.
 IN_CIRCLES = 0
 # Rooms below those that turn a Config into specs.
 BELOW = ('sdpo_jax.evaluation', 'sdpo_jax.rollout', 'sdpo_jax.teacher', 'sdpo_jax.objective', 'sdpo_jax.environments')
 BELOW += ('sdpo_jax.learning', 'sdpo_jax.data', 'sdpo_jax.distributed', 'sdpo_jax.models')
-CODE_LINES = 58_565
+CODE_LINES = 58_600
 
 
 @pytest.mark.parametrize('module', CLOSURES)

@@ -188,7 +188,8 @@ def test_the_planner_simulates_what_a_run_does(settings, whole):
   simulated = SimulatedRun(spec)
   for step, (*_, graded) in enumerate(whole.learned[: STEPS - STALENESS], 1):
     stale, own = simulated.step(step), graded.sampling
-    assert stale == [step - 1 - each[0][0] for each in graded.drawn_by]
+    assert [*stale] == questions(whole)[step - 1]
+    assert sum(stale.values(), []) == [step - 1 - each[0][0] for each in graded.drawn_by]
     for name in ('tokens', 'prompts', 'prefilled', 'recomputed', 'dispatches', 'decode_steps', 'row_steps'):
       assert getattr(simulated.stats, name) == getattr(own, name), (step, name)
 
@@ -202,7 +203,25 @@ def texts(whole: Whole) -> dict[str, list[str]]:
   }
 
 
-def test_kept_keys_and_values_are_those_of_the_weights_that_drew(settings, wholes, tmp_path):
+def test_kept_keys_and_values_are_those_of_the_weights_that_drew(settings, wholes, tmp_path, monkeypatch):
+  park, sizes = carry_over.Slots.parked, []
+
+  def parked(slots):
+    """Nothing is kept but what is under way, so that checkpoints are small."""
+    carried, cache = slots.carried(), park(slots)
+    held = np.zeros(cache.lengths.shape, int)
+    for each in carried:
+      row = each.shard * len(held) // slots._functions.shards + each.slot
+      held[row] = len(each.samples.prompt) + len(each.tokens) - 1
+    values = np.stack(cache.stores.values)  # [L, B, KV, C, head_dim]
+    taken = np.repeat((np.arange(values.shape[3]) < held[:, None])[None], len(values), 0)
+    np.testing.assert_array_equal((values != 0).any((2, 4)), taken)
+    np.testing.assert_array_equal((np.stack(cache.stores.keys) != 0).any((2, 3)), taken)
+    np.testing.assert_array_equal(cache.lengths, held)
+    sizes.append(held.sum())
+    return cache
+
+  monkeypatch.setattr(carry_over.Slots, 'parked', parked)
   config = changed(settings, **CASES['kept'])
   found, several = run(config, tmp_path / 'run'), 0
   models = [trainable for _, trainable, _ in found.learned]
@@ -214,6 +233,7 @@ def test_kept_keys_and_values_are_those_of_the_weights_that_drew(settings, whole
         own = kept_log_probs(session, models, graded.prompts[graded.rollouts.group[row]], tokens, drawn_by)
         assert np.abs(own - graded.rollouts.model_log_probs[row, :length]).max() < 5e-5
   assert several > 5 and all(line['rollout/recomputed_tokens'] == 0 for line in found.lines)
+  assert max(sizes) > 0 and min(sizes) == 0
   assert wholes('kept', config) == found.lines
 
 
