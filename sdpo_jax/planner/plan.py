@@ -30,7 +30,6 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.learning import batching
 from sdpo_jax.models import parameters as parameter_tables
 from sdpo_jax.models.adapters.kv_prefix import KVPrefix
-from sdpo_jax.models.flops import forward_flops
 from sdpo_jax.models.policy import Policy
 from sdpo_jax.objective.objective_spec import REFERENCES
 from sdpo_jax.planner import hlo, kernels, lengths, program_facts, simulation, traffic, workload
@@ -59,7 +58,9 @@ BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base'
 SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
 SAMPLING += ('empty recomputed', 'recompute', 'readmit', 'park', 'clear')
 # The phase that a kind of the sampler's programs belongs to, if not that of decoding.
-OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill'} | dict.fromkeys(('recompute', 'readmit', 'park', 'clear'), 'recompute')
+OF_PHASE = {'prefill': 'prefill', 'admit': 'prefill'} | dict.fromkeys(
+  ('recompute', 'readmit', 'park', 'clear'), 'recompute'
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ the largest bucket, and for the cache sizes of `sdpo_jax.rollout.sizes`: `empty/
 a prompt's cache into the rows of its samples, and `decode/P×T` draws tokens. A cache that starts small, with C slots,
 has `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; one with fewer rows R has `decode/P×T#R`, reached by
 `resize/P×T#R`, or by `compact/P×T#R` if the cache keeps its size. Samples that carry over have `recompute/P×T`, with
-`empty recomputed/P×T`, or `clear/P×T` and `park/P×T`, and `readmit/P×T`. Programs that only evaluation uses are `evaluation/…`.
+`empty recomputed/P×T`, or `clear/P×T` and `park/P×T`, and `readmit/P×T`. Programs that only evaluation uses are
+`evaluation/…`.
 """
 
 from __future__ import annotations

@@ -441,6 +441,8 @@ class CarryOver(Ahead):
     position = self._positions[oldest] if oldest in self._positions else self._iterator.get_state()
     groups = tuple(dataclasses.replace(group, samples=list(group.samples)) for group in self._groups.values())
     mesh = self._session.mesh.shape
+    if not groups:  # It orders open groups only: an evaluation that is repeated after the last step changes nothing.
+      self._clock = 0
     return position, (OpenGroups(self._step, self._admitted, self._clock, groups, self._room, mesh),)
 
   def saved(self) -> tuple[Mapping[str, Any], tuple[OpenGroups, ...]]:

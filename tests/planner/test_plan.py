@@ -26,6 +26,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.learning import batching
 from sdpo_jax.models import huggingface
 from sdpo_jax.models.attention import splash
+from sdpo_jax.models.flops import forward_flops
 from sdpo_jax.planner import (
   hlo,
   kernels,
@@ -349,7 +350,7 @@ def test_useful_operations_of_the_papers_update():
   """64 rows of 2048 + 8192 tokens, student and teacher alike: 733 TFLOP a chip of 64, counted by hand."""
   config = qwen3_8b_chemistry.get_config()
   policy, _ = model.read(config)
-  student = planning.forward_flops(policy, 64, 10240, 8192)
+  student = forward_flops(policy, 64, 10240, 8192)
   assert 4 * student / 64 == pytest.approx(733e12, rel=0.005)
 
 
