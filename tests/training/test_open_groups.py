@@ -91,6 +91,7 @@ class Device:
 
   def __init__(self, spec: SamplingSpec):
     self.spec, self.shards, self.keeps_size = spec, spec.shards, spec.keeps_size
+    self.clock = 0  # Decode steps so far; may be changed by assignment.
 
   def empty(self, *, rows: int, slots: int) -> KVCache:
     keys, values = np.zeros((2, 1, rows, 1, slots, 1), np.int32)
@@ -169,8 +170,10 @@ class Device:
       store[:, at] = own
     # As in `decode`, a row that was done grows with the others.
     cache = KVCache(cache.stores, np.where(state.active, cache.lengths + taken, 0).astype(np.int32))
-    versions = np.full((steps, rows), version, np.float32)
-    return cache, Drawn(taken, count, stopped, tokens, versions / 2, versions, entropy.astype(np.float32))
+    versions, clocks = np.full((steps, rows), version), np.broadcast_to(np.arange(steps)[:, None], (steps, rows))
+    self.clock += taken
+    records = (each.astype(np.float32) for each in (self.clock - taken + 1 + clocks, versions, entropy))
+    return cache, Drawn(taken, count, stopped, tokens, *records)
 
 
 def number_in_run(spec: SamplingSpec, params, row: int) -> int:
@@ -231,8 +234,9 @@ class RunOf:
   def _begin(self) -> None:
     spec = self._spec
     tokenizer = types.SimpleNamespace(decode=lambda tokens, **_: ' '.join(map(str, tokens)))
+    self._device = Device(spec)
     sampling = sampler.Sampler(
-      Device(spec),
+      self._device,
       tokenizer,
       prompt_buckets=spec.widths,
       response_buckets=(spec.room,),
@@ -253,10 +257,15 @@ class RunOf:
 
   def step(self, step: int):
     """Return the batch of a step, drawn by as many versions of the weights as there were updates."""
+    self._set_clock()
     return self.open.draw(types.SimpleNamespace(trainable=step), step, lambda _: contextlib.nullcontext())
+
+  def _set_clock(self) -> None:
+    self._device.clock = decoded(self.saved()[WAITING][0])['clock']
 
   def evaluate(self, step: int):
     """Return the rollouts of an evaluation after a step."""
+    self._set_clock()
     spec, first = self._spec, HELD_OUT + step * self._spec.held_out * self._spec.held_out_n
     prompts = [prompt_of(spec, first + index * spec.held_out_n, spec.held_out_n) for index in range(spec.held_out)]
     return self.open.sample(
@@ -311,7 +320,7 @@ def same(one, other) -> None:
     np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
 
 
-def check_order(case: Case, batches: list) -> None:
+def check_batches(case: Case, batches: list) -> None:
   """Check that every question is learned from once and in time, by samples drawn by the weights that are recorded."""
   spec = case.sampling
   learned = [number for batch in batches for number in batch.groups]
@@ -334,8 +343,24 @@ def check_order(case: Case, batches: list) -> None:
       assert np.all(np.diff([each for each, _ in drawn_by]) > 0)
       # The weights after an update have the number of the next step.
       np.testing.assert_array_equal(graded.rollouts.model_log_probs[row, :length], after + 1)
-      np.testing.assert_array_equal(graded.rollouts.sampling_log_probs[row, :length], (after + 1) / 2)
       check_cache(spec, len(prompt), after + 1, graded.rollouts.entropy[row, :length])
+
+
+def check_order(case: Case, batches: list) -> None:
+  """Check that a group which is complete waits only for those that ended before it or are due before it."""
+  groups, n = [], case.sampling.n
+  for batch in batches:
+    rollouts, drawn_by = batch.graded.rollouts, batch.graded.drawn_by
+    ends = rollouts.sampling_log_probs[np.arange(len(rollouts)), rollouts.completion_mask.sum(1) - 1]
+    for index, number in enumerate(batch.groups):
+      part = slice(index * n, index * n + n)
+      begun = min(each[0][0] for each in drawn_by[part])
+      complete = max(each[-1][0] for each in drawn_by[part]) + 1  # The first step that could learn from it.
+      groups.append((batch.step, complete, begun, (ends[part].max(), number)))
+  for step, complete, begun, ended in groups:
+    for before, _, other, end in groups:
+      if complete <= before < step and ended < end:
+        assert other <= begun, (step, before, ended, end)
 
 
 def check_sample(spec: SamplingSpec, seed: int, number: int, prompt: list[int], tokens: list[int]) -> None:
@@ -407,6 +432,7 @@ def test_samples_are_drawn_once_and_killed_runs_go_on(case):
   """Whatever the lengths, the sizes, the evaluations and the kills; and the planner foresees it."""
   with made_up_model(case.sampling):
     batches, evaluations, last = whole_run(case, ())
+    check_batches(case, batches)
     check_order(case, batches)
     check_evaluations(case, evaluations)
     check_simulation(case, batches)
