@@ -322,10 +322,10 @@ def test_every_group_is_learned_from_once_and_in_time(seed, most, count, n):
       groups[number].last = clock
     assert len(chosen) == count and all(step - 1 - group.begun <= most for group in chosen)
     later = [group for group in groups.values() if group.complete and group not in chosen]
-    # Who is complete earlier and waits is not due earlier than somebody who is taken.
+    # Who is complete earlier and waits is due later than whoever is taken instead.
     for group in later:
       before = [one for one in chosen if (group.last, group.number) < (one.last, one.number)]
-      assert all(one.begun <= group.begun for one in before)
+      assert all(one.begun < group.begun for one in before)
     learned += [groups.pop(group.number).number for group in chosen]
   assert sorted(learned) == list(range(total * count))
 
