@@ -30,6 +30,7 @@ RECOMPUTED = 8
 # A piece of these is 1 / SHORTEST of the longest one, from LEAST_PIECE to PIECE tokens.
 SHORTEST, LEAST_PIECE = 32, 8
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Shares of the rows in the stages of a cache that keeps its size.
+LEAST_HALVED = 2  # Minimum rows of these: a step of one takes nearly twice as long, by the TPU's compiler.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,8 @@ def sizes(
   shares = HALVINGS if keeps_size else FEWER if len(widths) == 1 else FEWER_OF_SEVERAL
   # If one call draws a whole completion, rows never finish earlier than others.
   shrinks = resized and room > chunk and (keeps_size or rows >= FEWEST_ROWS)
-  counts = dict.fromkeys([rows, *(math.ceil(rows * share) for share in shares if shrinks)])
+  least = min(rows, LEAST_HALVED) if keeps_size else 1
+  counts = dict.fromkeys([rows, *(max(math.ceil(rows * share), least) for share in shares if shrinks)])
   stages = tuple(Size(count, slots) for count in counts)
   # Every prompt fits into the small cache, with the tokens of two calls.
   fewer = max(math.ceil(slots / 4), min(math.ceil(slots / 2), SHORT_CACHE), widest + 2 * chunk, SMALLEST_CACHE)

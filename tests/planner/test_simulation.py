@@ -64,16 +64,14 @@ def test_samples_follow_each_other_in_slots_that_become_free():
   """Two slots: 3 and 5 begin, 2 follows 3, and 9 begins when both end; chunks of 4 steps are interrupted for them."""
   spec = dataclasses.replace(SPEC, shards=1, max_rows=2, chunk=4, questions=4, n=1, completions=(3, 5, 2, 9), steps=1)
   found = simulation.simulate(spec)
-  # 3 steps, 2 more until 5 and 2 end together, and 9 alone: 4 with both rows, as it just came, then 4 + 1 with one.
-  assert steps_by_rows(found.training) == {2: 9, 1: 5}
+  # 3 steps, 2 more until 5 and 2 end together, and 9 alone, with both rows: one is too few for a step of its own.
+  assert steps_by_rows(found.training) == {2: 14}
   calls = {(kind, rows): each.calls for (kind, rows, _), each in found.training.items()}
   expected = {
     ('empty', 2): 1,
     ('prefill', 2): 3,
     ('admit', 2): 3,
-    ('decode', 2): 3,
-    ('compact', 1): 1,
-    ('decode', 1): 2,
+    ('decode', 2): 5,
   }
   assert calls == expected
 
