@@ -125,7 +125,7 @@ def best(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-  """Return Markdown: a table with two lines per setting, half filled and full, and a comparison of the meshes."""
+  """Return Markdown: for every setting the fastest mesh that fits, with full rows, and how the meshes compare."""
   head = ['rows × context', 'cache', 'mesh', 'HBM GiB', 'rows hold', 'weights GB', 'cache GB', 'other MB', 'read GB']
   head += ['minimum GB', 'ratio', 'MB a token', 'least', 'ms at 819 GB/s', 'attention ms', 'ms planned']
   settings: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -138,24 +138,16 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
   rows = []
   for setting, tried in settings.items():
     line = best(tried)
-    other = sum(size for kind, size in line['reads_mb'].items() if kind != 'weights')
-    for fill in line['fills'].values():
-      rows.append(
-        [*setting, shape(line), f'{line["hbm_total_gib"]:.1f}', str(fill['filled'])]
-        + [f'{line["reads_mb"]["weights"] / 1e3:.2f}', f'{fill["cache_gb"]:.2f}', f'{other:.0f}']
-        + [f'{fill["read_gb"]:.2f}', f'{fill["minimum_gb"]:.2f}', f'{fill["ratio"]:.3f}']
-        + [f'{fill["read_mb_per_token"]:.0f}', f'{fill["minimum_mb_per_token"]:.0f}']
-        + [f'{fill[kind]:.1f}' for kind in ('read_ms', 'attention_ms', 'planned_ms')]
-      )
-  meshes = [[*setting, *map(_tried, tried)] for setting, tried in settings.items()]
-  shapes = [shape(line) for line in next(iter(settings.values()))]
-  return '\n\n'.join(
-    (
-      markdown(head, rows),
-      'fsdp × tensor against each other, rows full: ms planned, HBM GiB of 15.75.',
-      markdown(['rows × context', 'cache', *shapes], meshes),
+    fill, other = line['fills']['full'], sum(size for kind, size in line['reads_mb'].items() if kind != 'weights')
+    rows.append(
+      [*setting, shape(line), f'{line["hbm_total_gib"]:.1f}', str(fill['filled'])]
+      + [f'{line["reads_mb"]["weights"] / 1e3:.2f}', f'{fill["cache_gb"]:.2f}', f'{other:.0f}']
+      + [f'{fill["read_gb"]:.2f}', f'{fill["minimum_gb"]:.2f}', f'{fill["ratio"]:.3f}']
+      + [f'{fill["read_mb_per_token"]:.0f}', f'{fill["minimum_mb_per_token"]:.0f}']
+      + [f'{fill[kind]:.1f}' for kind in ('read_ms', 'attention_ms', 'planned_ms')]
+      + [*map(_tried, tried)]
     )
-  )
+  return markdown(head + [shape(line) for line in next(iter(settings.values()))], rows)
 
 
 def _tried(line: dict[str, Any]) -> str:

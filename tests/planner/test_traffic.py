@@ -219,9 +219,8 @@ def test_the_table_takes_the_fastest_mesh_that_fits():
   assert decode_tpu.best(lines) is line
   text = decode_tpu.table(lines)
   cells = [cell.strip() for cell in text.splitlines()[2].split('|')[1:-1]]
-  assert cells == '8 × 100;int8;2 × 4;9.0;100;1.50;2.00;3;3.50;3.40;1.029;40;39;4.3;2.6;6.0'.split(';')
-  cells = [cell.strip() for cell in text.splitlines()[-1].split('|')[3:-1]]
-  assert cells == ['7.0 ms, 9.0', 'does not fit, 17.0', 'does not fit, ?', '6.0 ms, 9.0']
+  assert cells[:16] == '8 × 100;int8;2 × 4;9.0;100;1.50;2.00;3;3.50;3.40;1.029;40;39;4.3;2.6;6.0'.split(';')
+  assert cells[16:] == ['7.0 ms, 9.0', 'does not fit, 17.0', 'does not fit, ?', '6.0 ms, 9.0']
   page = (tiny.REPOSITORY / 'docs' / 'performance.md').read_text(encoding='utf-8')
   written = tpu_plan.insert(page, text, decode_tpu.BEGIN)
   assert text in written
