@@ -56,28 +56,32 @@ class Point:
   only: Sequence[str] = ()  # Labels of the programs to plan, at their largest bucket; empty: all that a run would use.
 
 
-# Rows of one sample each.
-ROWS = {'actor.pack_sequences': False}
 MAIN_ROWS = f'{MAIN} (one sample per row)'
 POINTS = (
   Point(MAIN, MAIN),
   *(Point(f'{MAIN} (max_staleness={most})', MAIN, settings={'rollout.max_staleness': most}) for most in (2, 4, 8)),
-  Point(MAIN_ROWS, MAIN, settings=ROWS),
-  Point('v5e:4x4', 'v5e:4x4', settings=ROWS),
-  Point('v5e:16x16', 'v5e:16x16', settings=ROWS),
+  Point(MAIN_ROWS, MAIN, settings={'actor.pack_sequences': False}),
+  Point('v5e:4x4', 'v5e:4x4'),
+  Point('v5e:16x16', 'v5e:16x16'),
   Point('v5e:8x8 (long completions)', MAIN, settings={'plan.mean_completion': 4096.0}),
   Point(
     'v5e:8x8 (long completions, max_staleness=2)',
     MAIN,
     settings={'plan.mean_completion': 4096.0, 'rollout.max_staleness': 2},
   ),
-  Point('v5e:8x8 (LiveCodeBench)', MAIN, config='qwen3_8b_livecodebench', settings=ROWS),
+  Point('v5e:8x8 (LiveCodeBench)', MAIN, config='qwen3_8b_livecodebench'),
+  Point(
+    'v5e:8x8 (LiveCodeBench, max_staleness=2)',
+    MAIN,
+    config='qwen3_8b_livecodebench',
+    settings={'rollout.max_staleness': 2},
+  ),
 )
 # The same recipe with a model of every other family.
 MODEL_POINTS = (
-  Point('Olmo-3-7B', MAIN, config='paper', settings=ROWS, arguments={'model': 'olmo3_7b'}),
+  Point('Olmo-3-7B', MAIN, config='paper', arguments={'model': 'olmo3_7b'}),
   *(
-    Point(name, slice_, config='models', settings=ROWS, arguments={'model': model})
+    Point(name, slice_, config='models', arguments={'model': model})
     for name, slice_, model in (
       ('Llama-3.1-8B', MAIN, 'llama3_1_8b'),
       ('Qwen2.5-7B', MAIN, 'qwen2_5_7b'),
@@ -96,7 +100,6 @@ LORA_MODELS = tuple(
     f'{name} with LoRA',
     slice_,
     config='lora',
-    settings=ROWS,
     arguments={'model': model},
     only=_UPDATE + _SAMPLER + (_SMALL if model == 'qwen3_8b' else ()),
   )
@@ -117,15 +120,13 @@ LORA_SLOTS = tuple(
     f'Qwen3-8B with LoRA, {slots} slots',
     LORA,
     config='lora',
-    settings={**ROWS, 'rollout.max_batch_rows': slots},
+    settings={'rollout.max_batch_rows': slots},
     arguments={'model': 'qwen3_8b'},
     only=_SAMPLER,
   )
   for slots in (8, 16, 32, 64)
 )
-LORA_MAIN = Point(
-  f'Qwen3-8B with LoRA on {MAIN}', MAIN, config='lora', settings=ROWS, arguments={'model': 'qwen3_8b'}, only=_UPDATE
-)
+LORA_MAIN = Point(f'Qwen3-8B with LoRA on {MAIN}', MAIN, config='lora', arguments={'model': 'qwen3_8b'}, only=_UPDATE)
 LORA_POINTS = (*LORA_MODELS, *LORA_SLOTS, LORA_MAIN)
 EVERY = (*POINTS, *MODEL_POINTS, *LORA_POINTS)
 
@@ -244,10 +245,6 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     )
     parts += ['### Other models', told, markdown(['model', 'billion parameters', 'slice', 'mesh', *HEAD], rows)]
   parts += adapters(results)
-  # Results without likely times are older than the simulation.
-  older = [name for name, plan in results.items() if 'decode' in plan.get('phases', ()) and 'likely_phases' not in plan]
-  if older:
-    parts.append(f'Sampling with all rows until the longest sample ends, not yet simulated: {", ".join(older)}.')
   warnings = {warning: name for name, plan in results.items() for warning in plan.get('warnings', ())}
   parts += [f'{name}: {warning}' for warning, name in warnings.items()]
   refused = {
@@ -268,11 +265,13 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 _DETAILS = re.compile(
   r'most cycles \[compiler\]|^```|, without an estimate of|copies in HBM|\d loops have|^\| program +\|'
 )
+_SMALL_ROW = re.compile(rf'^\| (?:(?:evaluation/)?(?:{"|".join((*_SMALL, "prepare", "prefill", "score"))})\b|\S*#)')
 
 
 def shortened(report: str) -> str:
-  """Return a report without its lists of single operations, kernels and collectives."""
-  return '\n\n'.join(part for part in report.split('\n\n') if not _DETAILS.search(part))
+  """Return a report without its lists of single operations, kernels and collectives, and without small programs."""
+  parts = (part for part in report.split('\n\n') if not _DETAILS.search(part))
+  return '\n\n'.join('\n'.join(line for line in part.split('\n') if not _SMALL_ROW.match(line)) for part in parts)
 
 
 HEAD = ('chips', 'tokens per completion', 'update GiB', 'largest update s', 'TFLOP per chip', 'sent GB', 'rows live %')
@@ -288,8 +287,9 @@ def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
   if models:
     parts += ['### LoRA', LORA_TOLD, markdown(LORA_HEAD, [_adapter_row(name, plan) for name, plan in models.items()])]
   if 'report' in models.get(LORA_MODELS[0].name, {}):
-    # Trained parameters, memory by program, copies of the base.
-    parts += models[LORA_MODELS[0].name]['report'].split('\n\n')[:3]
+    # Trained parameters and copies of the base, without the table of memory between them.
+    about = models[LORA_MODELS[0].name]['report'].split('\n\n')[:3]
+    parts.append(' '.join(part for part in about if not part.startswith('|')))
   if slots:
     rows = [
       [str(plan['settings']['rollout.max_batch_rows']), *_gib(plan, 'decode', 'cache', 'temporaries'), *_token(plan)]
@@ -297,13 +297,13 @@ def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
     ]
     head = ['completions at once', 'decode GiB', 'of it cache', 'temporaries', 'ms per token', 'tokens/s']
     parts += [f'Qwen3-8B with LoRA on {LORA}, by `rollout.max_batch_rows`:', markdown(head, rows)]
-  if MAIN_ROWS in results and LORA_MAIN.name in results:
+  if MAIN in results and LORA_MAIN.name in results:
     rows = [
       [what, *_gib(results[name], 'update'), *_update(results[name])]
-      for what, name in (('all parameters', MAIN_ROWS), ('LoRA', LORA_MAIN.name))
+      for what, name in (('all parameters', MAIN), ('LoRA', LORA_MAIN.name))
     ]
     head = ['trained', 'update GiB', 's', 'µs per token', 'TFLOP per chip', 'sent GB']
-    told = f'The largest update of Qwen3-8B on {MAIN}, one sequence per chip, student and teacher tokens together:'
+    told = f'The largest update of Qwen3-8B on {MAIN}, one packed row per chip, student and teacher tokens together:'
     then = (
       'With LoRA the sampler keeps its copy of the base between batches, '
       f'{results[LORA_MAIN.name]["sampling_base_gib"]:.2f} GiB here. The products with factors are few operations, but '
@@ -416,11 +416,8 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   """Plot the time per step by phase, and memory and bytes sent, over the points."""
   pyplot = extras.pyplot()
 
-  names = [
-    name.replace(' (', '\n(').replace(' ', '\n') + ('' if plan['fits'] else '\n(does not fit)')
-    for name, plan in results.items()
-  ]
-  figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout='constrained')
+  names = [name if plan['fits'] else f'{name}: does not fit' for name, plan in results.items()]
+  figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 6), layout='constrained')
   bottom = [0.0] * len(names)
   for phase in dict.fromkeys(phase for plan in results.values() for phase in plan['phases']):
     # A plan that does not fit has estimates for some phases only: their sum would look like a step.
@@ -441,7 +438,7 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   right.set_ylim(bottom=0)
   right.legend(fontsize='small')
   for axis in (left, right):
-    axis.tick_params(axis='x', labelsize='small')
+    axis.tick_params(axis='x', labelsize='small', rotation=90)
   figure.savefig(file, dpi=120)
   pyplot.close(figure)
 

@@ -40,9 +40,10 @@ Teacher = Literal['ema', 'frozen', 'trust_region', 'live']
 Shown = Literal['both', 'solution', 'feedback', 'attempt']
 
 MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
-# Completions decoded at once on a v5e:8x8, if not the default: every head of Olmo 3 has its own keys and values, so
-# that the cache of a token is 3.6 times as large as that of Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
-MAX_BATCH_ROWS = {'allenai/Olmo-3-7B-Instruct': 128}
+# Completions decoded at once on a v5e:8x8, if not the default: evaluations of Qwen3-8B have more questions than a
+# batch. Every head of Olmo 3 has its own keys and values, so that the cache of a token is 3.6 times as large as that of
+# Qwen3-8B (512 KiB instead of 144 KiB in bfloat16).
+MAX_BATCH_ROWS = {'Qwen/Qwen3-8B': 384, 'allenai/Olmo-3-7B-Instruct': 128}
 
 # Task → the arguments of `launch.prepare_data` that make its data.
 PREPARED = {
@@ -111,6 +112,8 @@ QUESTIONS = {
 # Settings of the two recipes. Section 3 (science and tool use): JSD, top-100 with tail, EMA 0.05, no feedback, one step
 # per batch; Section 4 (LiveCodeBench v6): reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps per batch.
 RECIPES = {
+  'data.response_buckets': ((2560, 4096, 8192), (1024, 4096, 8192)),
+  'data.reprompt_buckets': ((1536, 10240), (2560, 10240)),
   'val_kwargs.n': (16, 4),
   'actor.ppo_mini_batch_size': (32, 1),
   'optimizer.lr': (1e-5, 1e-6),
@@ -192,10 +195,9 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   config.data.filter_overlong_prompts = True
   if 'Qwen3' in model:
     config.data.enable_thinking = False  # Other templates have no such variable.
-  # 2 × 3 × 2 declared lengths; a micro-batch is padded to the smallest that are large enough.
+  # 2 × 3 × 2 declared lengths; a micro-batch is padded to the smallest that are large enough. Those of Section 3 hold
+  # a whole step of packed samples; a batch of LiveCodeBench, of one question, is shorter, and shows feedback.
   config.data.prompt_buckets = (512, 2048)
-  config.data.response_buckets = (1024, 4096, 8192)
-  config.data.reprompt_buckets = (2560, 10240)
   config.rollout.n = 8
   config.rollout.temperature = 1.0
   config.rollout.max_batch_rows = MAX_BATCH_ROWS.get(model, config.rollout.max_batch_rows)
