@@ -202,10 +202,11 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   keep = spying(compact=compacting)
   sampler = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), keep=keep, **short)
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
-  assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
+  # A shard keeps two rows.
+  assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)][: 2 if mesh is None else 1]
   assert all((source >= source.shape[1]).any() for _, source in moves)
   # Rows go as soon as as many have run out, not only at the next look.
-  assert sampler.stats.decode_steps == 14 and sampler.stats.row_steps == 2 * 16 + 6 * 8 + 6 * 4
+  assert sampler.stats.decode_steps == 14 and sampler.stats.row_steps == 2 * 16 + 6 * 8 + 6 * (4 if mesh is None else 8)
 
 
 def test_completions_come_as_they_finish(model, reference):
